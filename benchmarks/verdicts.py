@@ -78,6 +78,7 @@ TARGETS: dict[str, list[Target]] = {
     "lengths": _most(captures=4, ratio=2.0),
     "scaling": _least(share_of_ceiling=0.93, over_ddp=1.0),
     "replicas": [*_most(sharded_bytes=0.7), *_least(hosts_speed=1.0)],
+    "split_layers": [*_least(large_split=1, large_over_whole=1.0), *_most(small_split=0)],
     "memory": _least(alexnet_saving=0.45, vgg16_saving=0.45),
     "prediction": [*_most(mean_error=0.05, memory_error=0.05), *_least(spearman=0.95)],
     "pipeline": [

@@ -109,3 +109,48 @@ def test_one_policy_alone_and_none_at_all(plain: int) -> None:
             assert {stage.policy for stage in plan.stages} <= {"keep", policy}
         with pytest.raises(PlanError, match="no plan fits"):
             planned(pool, policies=("keep",))
+
+
+ROOM = 4_000_000
+"""Bytes of a device that hold half of the large layer with its gradient and momentum, and not all of it."""
+
+
+def large() -> nn.Module:
+    """Return a layer of 2 MiB, which alone is a segment, and a small one behind it."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(256, 1024), nn.Tanh(), nn.Linear(1024, 4)).double()
+
+
+def rows(count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    return [
+        (torch.randn(8, 256, generator=generator, dtype=torch.float64), torch.randint(4, (8,), generator=generator))
+        for _ in range(count)
+    ]
+
+
+def test_a_layer_that_fits_no_device_is_split_over_two() -> None:
+    loss = nn.functional.cross_entropy
+    with onebox.open("cpu*2", threads=1, memory=ROOM) as pool:
+        model = large()
+        with onebox.Trainer(model, loss, momentum(model), pool=pool, plan="auto") as trainer:
+            losses = [float(trainer.step(*batch)) for batch in rows(STEPS)]
+            tensors = {name.removeprefix("model."): tensor for name, tensor in trainer.tensors().items()}
+            plan = trainer.plan
+            assert plan is not None and plan.split
+            assert max(memory.peak_bytes for memory in trainer.memory()) <= ROOM
+        assert plan.predicted is not None and max(plan.predicted.peak_bytes) <= ROOM
+        for options in ({"split_layers": False}, {"islands": [[0], [1]]}):
+            with pytest.raises(PlanError, match="no plan fits"):
+                onebox.make_plan(model, loss, momentum(model), *rows(1)[0], pool=pool, **options)  # type: ignore[arg-type]
+        with (
+            onebox.Trainer(model, loss, momentum(model), pool=pool, plan="auto", adaptive=True) as trainer,
+            pytest.raises(PlanError, match="no plan fits"),  # adaptive plans have whole layers
+        ):
+            trainer.step(*rows(1)[0])
+        with pytest.raises(PlanError, match="no plan fits"):  # Adafactor looks at a parameter as a whole
+            onebox.make_plan(model, loss, torch.optim.Adafactor(model.parameters()), *rows(1)[0], pool=pool)
+    alone = large()
+    sizes = [part.size for part in plan.micro_batches(8)]
+    expected = train(alone, loss, momentum(alone), rows(STEPS), lambda size: sizes)
+    assert_same(type(expected)(losses=losses, norms=[], tensors=tensors), expected)

@@ -24,6 +24,7 @@ from onebox.engine.planning.profile import profile_model
 from onebox.engine.planning.training_modes import IslandsPlanning
 from onebox.engine.problem.memory_search import with_peaks
 from onebox.engine.problem.planner_problem import make_problem
+from onebox.engine.problem.split_costs import split_costs
 from onebox.engine.workload.batch import as_batch
 from onebox.engine.workload.delay_compensation import delays_of, extra_copies
 from onebox.engine.workload.parameter_groups import Optimizers
@@ -118,6 +119,7 @@ def search_plan(
     schedules: Sequence[str] | None = None,
     policies: Sequence[ChainPolicy] = ACTIVATION_POLICIES,
     update: Sequence[UpdateAt] = ("device",),
+    split_layers: bool = True,
     preparing: float = 0.0,
     budget_s: float = 5.0,
     profiling_s: float = math.inf,
@@ -136,6 +138,7 @@ def search_plan(
         schedules: Allowed schedules.
         policies: Allowed activation policies.
         update: Allowed places of the optimizer's state.
+        split_layers: Whether devices of a host may split layers.
         preparing: Cores of this machine that the preparation of batches keeps busy.
         budget_s: Approximate time limit of the search in seconds.
         profiling_s: Time limit in seconds for measuring the model.
@@ -156,6 +159,7 @@ def search_plan(
         schedules=schedules,
         policies=policies,
         update=update,
+        split_layers=split_layers,
         preparing=preparing,
         memory=config.memory,
         precision=config.precision,
@@ -294,6 +298,9 @@ def predict_plan(
     )
     if plan.lossy:
         problem = with_coding_speeds(problem, pool, fresh=fresh)
+    if plan.split:
+        ranks, batch = sorted({stage.ranks for stage in plan.stages} - {1}), as_batch(images, labels)
+        problem = replace(problem, splits=split_costs(captures, batch, sizes, problem, ranks, profile.times))
     if plan.schedule == "table":
         edges = [(edge.source, edge.target) for edge in stage_work(problem, plan).edges]
         validate(Schedule.parse(plan.table), plan.routes(problem.batch), edges)
@@ -349,6 +356,7 @@ def plan_of_run(
                 pool,
                 micro_batches=sizes,
                 policies=policies,
+                split_layers=not config.adaptive,
                 profiling_s=PROFILING_S,
                 overlap=config.overlap,
             )

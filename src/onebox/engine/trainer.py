@@ -230,6 +230,7 @@ class Trainer:
             stale=stale,
             lossy=self.lossy,
             overlap=engine.overlap,
+            split_layers=not adaptive and islands is None,
             micro_batch=_start.plan.micro_batch if _start and _start.plan else None,
             by_default=by_default,
         )

@@ -108,6 +108,16 @@ def test_an_edited_plan_is_checked(made: Made, tmp_path: Path, capsys: pytest.Ca
     assert Plan.read(path) == edited
 
 
+def test_a_plan_that_splits_layers_is_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = Plan(stages=(Stage(replicas=((0, 1),), shares=(1.0,)),), micro_batch=32)
+    line = ["plan", *JOB, "--check", write(tmp_path, given), "--out", str(tmp_path / "checked.json")]
+    assert main(line) == 0
+    assert "1 stage on devices 0+1, micro-batches of 32" in capsys.readouterr().out
+    checked = Plan.read(tmp_path / "checked.json")
+    assert msgspec.structs.replace(checked, predicted=None) == given
+    assert checked.predicted is not None and len(checked.predicted.peak_bytes) == 2
+
+
 def wrong_plans() -> list[Any]:
     whole = Stage(replicas=((0,),), shares=(1.0,))
     far = msgspec.structs.replace(Plan.data_parallel([0, 7], [1.0, 1.0]))

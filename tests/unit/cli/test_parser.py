@@ -248,6 +248,7 @@ def test_a_language_model_is_asked_about_with_the_best_plan() -> None:
         ("plan --preparing -1", ["--preparing -1", "0 or more"]),
         ("plan --check p.json --policies keep", ["--check p.json and --policies keep", "give one of them"]),
         ("plan --check p.json --update auto", ["--check p.json and --update auto", "give one of them"]),
+        ("plan --check p.json --whole-layers", ["--check p.json and --whole-layers", "give one of them"]),
         ("memory --gflops 100", ["--gflops and --bandwidth go together", "give both"]),
         ("memory --gflops -1 --bandwidth 2", ["--gflops -1.0: allowed are numbers above 0"]),
         ("memory --memory", ["--memory needs a value"]),

@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import combinations, pairwise, permutations
 from random import Random
 
 from onebox.plan import ASYNC, Plan, Stage, predict
-from onebox.plan.model.problem import ComputeTime, DeviceSpec, Problem, Segment, SegmentValue
+from onebox.plan.model.problem import (
+    ComputeTime,
+    DeviceSpec,
+    Problem,
+    RankMessages,
+    Segment,
+    SegmentValue,
+    SplitSegment,
+)
 from onebox.plan.model.work import Links
+from onebox.plan.search.result import SPLIT_WORTH
 
 KINDS = {"quick": 1.0, "half": 0.5, "slow": 0.25}
 """Types of devices by their speed."""
@@ -101,6 +111,55 @@ def random_problem(random: Random, segments: int, devices: int, *, tight: bool =
     )
 
 
+def with_splits(random: Random, problem: Problem, *ranks: int) -> Problem:
+    """Return a problem on alike devices of one host with the costs of random splits of its segments."""
+
+    def part(one: Segment, count: int) -> SplitSegment:
+        share = min(1.0, random.uniform(1.0, 1.3) / count)
+        return SplitSegment(
+            forward_share=share,
+            backward_share=min(1.0, random.uniform(1.0, 1.3) / count),
+            forward=RankMessages(sums=random.randrange(2), sample_bytes=random.randrange(2) * 1e4),
+            backward=RankMessages(gathers=random.randrange(3), fixed_bytes=1e4, sample_bytes=1e3),
+            forward_end_bytes=random.randrange(2) * 10_000,
+            backward_end_bytes=random.randrange(2) * 10_000,
+            parameter_bytes=int(one.parameter_bytes * share),
+            state_bytes=int(one.state_bytes * share),
+            optimizer_bytes=int(one.optimizer_bytes * share),
+            saved_bytes=int(one.saved_bytes * share),
+            late_bytes=int(one.late_bytes * share),
+            forward_work_bytes=one.forward_work_bytes,
+            backward_work_bytes=one.backward_work_bytes,
+        )
+
+    return replace(
+        problem,
+        devices=tuple(replace(device, type="quick", host="h") for device in problem.devices),
+        links=links(len(problem.devices), latency_s=random.choice([1e-6, 1e-4, 3e-4]), bandwidth_bps=1e9),
+        splits={count: tuple(part(one, count) for one in problem.segments) for count in ranks},
+    )
+
+
+def split_plans(problem: Problem) -> Iterator[Plan]:
+    """Yield the same with stages on groups of devices, one at least, if the problem has costs of split layers."""
+    names = [one.name for one in problem.segments]
+    numbers = [device.number for device in problem.devices]
+    groups = [group for ranks in problem.splits for group in combinations(numbers, ranks)]
+    for stages in range(1, len(names) + 1) if groups else ():
+        for units in permutations([*((number,) for number in numbers), *groups], stages):
+            used = [device for unit in units for device in unit]
+            if len(set(used)) < len(used) or len(used) == stages:
+                continue
+            for cuts in combinations(range(1, len(names)), stages - 1):
+                made = tuple(
+                    Stage(segments=tuple(names[a:b]) if stages > 1 else (), replicas=(unit,), shares=(1.0,))
+                    for (a, b), unit in zip(pairwise([0, *cuts, len(names)]), units, strict=True)
+                )
+                for size in problem.micro_batches:
+                    for schedule in ("1f1b", "zb-h1", "gpipe") if stages > 1 else ("1f1b",):
+                        yield Plan(stages=made, micro_batch=size, schedule=schedule)
+
+
 def every_plan(problem: Problem) -> Iterator[Plan]:
     """Yield each contiguous cut on each assignment of devices, with each size of micro-batches and named schedule.
 
@@ -133,9 +192,10 @@ def _assignments(numbers: Sequence[int], stages: int) -> Iterator[tuple[tuple[in
 
 
 def exhaustive(problem: Problem) -> tuple[float, Plan | None]:
-    """Return the least predicted time over all of :func:`every_plan` that fit, and its plan.
+    """Return the least predicted time over all plans that fit, and its plan.
 
-    A plan whose busiest device alone works longer than the best one known takes is not simulated.
+    A plan whose busiest device alone works longer than the best one known takes is not simulated. Plans that split
+    layers count if they gain as much as the planner asks for.
     """
     best, found = math.inf, None
     for plan in every_plan(problem):
@@ -143,6 +203,11 @@ def exhaustive(problem: Problem) -> tuple[float, Plan | None]:
             continue
         predicted, simulation = predict(problem, plan)
         if not simulation.over_bytes and predicted.step_s < best:
+            best, found = predicted.step_s, plan
+    whole_s = best
+    for plan in split_plans(problem):
+        predicted, simulation = predict(problem, plan)
+        if not simulation.over_bytes and predicted.step_s < min(best, SPLIT_WORTH * whole_s):
             best, found = predicted.step_s, plan
     return best, found
 

@@ -61,6 +61,7 @@ def show_plan(config: PlanConfig) -> None:
                 schedules=config.schedule_names,
                 policies=config.policy_names,
                 update=config.updates,
+                split_layers=not config.whole_layers,
                 preparing=config.preparing,
                 budget_s=config.budget,
                 fresh=config.fresh,

@@ -477,6 +477,7 @@ class PlanConfig(IslandsConfig):
         policies: Allowed policies for activations that do not fit a device, such as keep,recompute; without it all:
             keep, recompute, offload, swap, and cpu for parts that a CPU worker on the device's host computes.
         update: Where the optimizer's state may be kept: on the device, on its host, or auto for either.
+        whole_layers: Do not look for plans in which devices of a host split layers.
         preparing: Cores of this machine that the preparation of batches keeps busy while devices compute, such as 1.5:
             if it and CPU devices need more cores than there are, they slow each other down.
         budget: Approximate time limit of the search in seconds, after measuring.
@@ -520,6 +521,7 @@ class PlanConfig(IslandsConfig):
     schedules: Names = None
     policies: Names = None
     update: Literal["device", "host", "auto"] = "device"
+    whole_layers: Flag = False
     preparing: float = 0.0
     budget: Duration = 5.0
     fresh: Flag = False
@@ -550,6 +552,7 @@ class PlanConfig(IslandsConfig):
             f"--schedules {self.schedules}": self.schedule_names is not None,
             f"--policies {self.policies}": self.policy_names != ACTIVATION_POLICIES,
             f"--update {self.update}": self.update != "device",
+            "--whole-layers": self.whole_layers,
         }
         odd = [flag for flag, there in given.items() if there]
         if self.check is not None and odd:

@@ -16,6 +16,11 @@ _BY_ELEMENT = frozenset(
 """Optimizers that treat each element of a parameter independently, so that shards can be updated separately."""
 
 
+def by_element(optimizers: Optimizers) -> bool:
+    """Return whether optimizers treat each element of a parameter by itself, so that layers may be split."""
+    return all(group.kind in _BY_ELEMENT for group in groups_of(optimizers))
+
+
 def check_elements(optimizers: Optimizers, state: NamedState, wanted: Sequence[str], holdings: ShardingSpec) -> None:
     """Refuse to split a parameter whose optimizer looks at it as a whole.
 

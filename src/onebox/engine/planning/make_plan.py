@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,13 +18,15 @@ from onebox.drawing import notebook, save, step_figure
 from onebox.engine.config import chosen_recovery
 from onebox.engine.islands.division import Islands, check_shares, chosen_islands
 from onebox.engine.memory.forecast import MemoryForecast, TrainingJob
+from onebox.engine.partition.elementwise import by_element
 from onebox.engine.planning.profile import profile_model
 from onebox.engine.planning.training_modes import IslandsPlanning, plan_islands, training_modes
 from onebox.engine.problem.corrections import correction_key, kept_correction
 from onebox.engine.problem.memory_search import search_sharing, search_within, short_of_memory, with_peaks
 from onebox.engine.problem.planner_problem import allowed_sizes, make_problem, measured_sizes
+from onebox.engine.problem.split_costs import MOST_OPERATORS, split_costs, worthwhile_ranks
 from onebox.engine.problem.stage_formats import with_formats
-from onebox.engine.workload.batch import as_batch
+from onebox.engine.workload.batch import Batch, as_batch
 from onebox.engine.workload.captures import Captures
 from onebox.engine.workload.delay_compensation import delays_of, extra_copies
 from onebox.engine.workload.parameter_groups import Optimizers
@@ -115,6 +118,7 @@ def make_plan(
     fresh: bool = False,
     stale: StaleGradients | None = None,
     shard_optimizer: bool = True,
+    split_layers: bool = True,
     among: Sequence[int] | None = None,
     lossy: Collection[LossyPart] = (),
     islands: Islands | None = None,
@@ -153,6 +157,10 @@ def make_plan(
             none of them fits or is faster, the plan is exact. The correction affects memory.
         shard_optimizer: Whether replicas may shard the optimizer's state, considered where a device lacks the memory
             for the whole model.
+        split_layers: Whether alike devices of a host may split the layers of a stage. That is considered where an ideal
+            split would gain time, or one device does not hold the model, for optimizers that treat each element of a
+            parameter by itself; the splits are searched for within ``budget_s`` beside the plan, at least those over
+            two devices.
         among: The devices that the plan may use; all of the pool without it.
         lossy: As for :class:`Trainer`: stages whose gradients, or activations, take much of a step get a lossy codec if
             the step is predicted to gain a tenth by it.
@@ -220,6 +228,8 @@ def make_plan(
     problem = kept_correction(correction).applied(problem)
     if short_of_memory(problem):
         problem = with_host_speeds(problem, pool, fresh=fresh)
+    if split_layers and by_element(optimizer):
+        problem = _with_splits(problem, captures, batch, profile, budget_s)
 
     job = TrainingJob(
         captures=captures, optimizer=optimizer, batch=batch, devices=pool.devices, links=pool.links, delay=late
@@ -240,7 +250,7 @@ def make_plan(
     if groups is not None:
         with clock:
             joined = plan_islands(
-                problem,
+                replace(problem, splits={}),  # all islands would have to split layers alike
                 job,
                 groups,
                 outer or Outer(),
@@ -321,6 +331,25 @@ def with_host_speeds(problem: Problem, pool: Pool, *, fresh: bool = False) -> Pr
         replace(device, host_bps=found) if (found := known.get(device.number)) else device for device in problem.devices
     )
     return replace(problem, devices=tuple(devices))
+
+
+def _with_splits(problem: Problem, captures: Captures, batch: Batch, profile: ModelProfile, budget_s: float) -> Problem:
+    """Return a problem with the costs of split layers, as far as these may pay and are found in time."""
+    ranks, end_s = worthwhile_ranks(problem), time.monotonic() + budget_s
+    if not ranks:
+        return problem
+    sizes = measured_sizes(batch.size, problem.micro_batches)
+    found = split_costs(
+        captures,
+        batch,
+        sizes,
+        problem,
+        ranks,
+        profile.times,
+        most_operators=MOST_OPERATORS,
+        expired=lambda: time.monotonic() >= end_s,
+    )
+    return replace(problem, splits=found)
 
 
 def with_coding_speeds(problem: Problem, pool: Pool, *, fresh: bool = False) -> Problem:

@@ -52,6 +52,7 @@ class PlanRequest:
         stale: Stale gradients of the run, if any.
         lossy: Parts of the traffic that may be compressed with a loss.
         overlap: Whether exact steps overlap.
+        split_layers: For ``auto``, whether devices may split layers.
         micro_batch: For ``auto``, the samples of a micro-batch; without it the planner's default sizes.
         problem: The problem that a given plan was made for, if it is known.
         profile: Key of the correction of the profile that a given plan was made from; empty if it is not known.
@@ -63,6 +64,7 @@ class PlanRequest:
     stale: StaleGradients | None = None
     lossy: Collection[LossyPart] = ()
     overlap: bool = False
+    split_layers: bool = True
     micro_batch: int | None = None
     problem: Problem | None = None
     profile: str = ""
@@ -170,6 +172,7 @@ class PlanRequest:
             stale=self.stale,
             budget_s=_DEFAULT_BUDGET_S if self.by_default else _BUDGET_S,
             profiling_s=PROFILING_S,
+            split_layers=self.split_layers,
             among=among,
             lossy=self.lossy,
         )

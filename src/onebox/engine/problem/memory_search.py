@@ -14,6 +14,7 @@ from onebox.errors import PlanError
 from onebox.plan import Plan, PlanCandidate, Prediction, SearchResult, search
 from onebox.plan.model.problem import Problem
 from onebox.plan.model.stage import OFFLOADING_POLICIES
+from onebox.plan.search.result import rated_s
 from onebox.sizes import enough_text
 
 _SHARES = (0.5, 0.2, 0.1, 0.1, 0.05, 0.05)
@@ -114,7 +115,7 @@ def search_sharing(
     if not found:
         assert refused is not None
         raise refused
-    return min(found, key=lambda one: _prediction(one[1]).step_s)  # the first of two equally fast ones
+    return min(found, key=lambda one: rated_s(one[1]))  # the first of two equally fast ones
 
 
 class _Within:
@@ -177,7 +178,7 @@ class _Within:
 
     def reconsider(self, expired: Callable[[], bool]) -> None:
         """Count faster plans that were refused for their estimate, fastest first, while time remains."""
-        ranked = sorted(self._seen.values(), key=lambda one: one.step_s)
+        ranked = sorted(self._seen.values(), key=lambda one: rated_s(one.plan))
         plans = [one.plan for one in ranked if not one.refused and self._near(one)]
         if self.best is None and "host" in self.problem.updates:
             plans += [msgspec.structs.replace(plan, update="host") for plan in plans if plan.update != "host"]
@@ -208,7 +209,7 @@ class _Within:
         )
 
     def _better(self, plan: Plan) -> bool:
-        return self.best is None or _prediction(plan).step_s < _prediction(self.best[1]).step_s
+        return self.best is None or rated_s(plan) < rated_s(self.best[1])
 
     def _limit(self, estimates: Mapping[int, int], peaks: Mapping[int, int], margin: float) -> None:
         """Set the memory limits of some devices to the estimates that correspond to their exact peaks."""

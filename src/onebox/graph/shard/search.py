@@ -188,21 +188,63 @@ def shard_tapes(
         >>> [type(step).__name__ for step in sharded.tapes[0][0].steps]
         ['Piece', 'AllReduce', 'Piece']
     """
+    found = _best(tapes, ranks, held, flops_per_byte, minimum_bytes, whole, placements or {}, trials)
+    return _sharded(tapes, found)
+
+
+def shard_parts(tapes: Sequence[NamedTape], parts: Sequence[NamedTape], ranks: int) -> Sharded:
+    """Split the parts of tapes in the way in which :func:`shard_tapes` splits the tapes by default.
+
+    The splits are searched for once, on the whole; then the operators of each part are split alike. So the cost of each
+    part of a stage becomes known. A value between two parts stays split where both sides can use it so.
+
+    Args:
+        tapes: The tapes of a stage.
+        parts: The same operators in more tapes, such as those of its segments, in the order in which they run.
+        ranks: At least two.
+
+    Returns:
+        The tapes of each part, and all placements.
+
+    Raises:
+        UsageError: There are fewer than two ranks.
+    """
+    found = _best(tapes, ranks, HELD, FLOPS_PER_BYTE, 0, frozenset(), {}, TRIALS).group
+    ports = {port for part in parts for port in part.inputs if port.kind in ("parameter", "buffer")}
+    settled = {port: found.final(port) for port in ports}
+    group = ShardGroup(ranks, found.prices, found.taken, _between(parts), settled)
+    return _sharded(parts, _try(parts, [analyze_program(part.program) for part in parts], group))
+
+
+def _best(
+    tapes: Sequence[NamedTape],
+    ranks: int,
+    held: float,
+    flops_per_byte: float,
+    minimum_bytes: int,
+    whole: frozenset[Port],
+    placements: Mapping[Port, Placement],
+    trials: int,
+) -> _Trial:
+    """Return the best split of tapes; see :func:`shard_tapes`."""
     if ranks < 2:
         raise UsageError(f"a layer cannot be split over {ranks} ranks: give at least 2")
-    carried = _between(tapes) - whole
     prices = ShardingObjective(held=held, flops_per_byte=flops_per_byte, minimum_bytes=minimum_bytes)
-    settled = _settled(tapes, ranks, placements or {})
-    best = _search(tapes, ShardGroup(ranks, prices, {}, carried, settled), trials)
+    settled = _settled(tapes, ranks, placements)
+    return _search(tapes, ShardGroup(ranks, prices, {}, _between(tapes) - whole, settled), trials)
+
+
+def _sharded(tapes: Sequence[NamedTape], found: _Trial) -> Sharded:
+    ranks, carried = found.group.ranks, found.group.carried
     ports = {port for tape in tapes for port in (*tape.inputs, *tape.outputs)}
     return Sharded(
         ranks=ranks,
-        tapes=tuple(tuple(_rank_tape(walk, rank) for rank in range(ranks)) for walk in best.walks),
-        placements={port: best.group.final(port) for port in ports},
-        wire_bytes=sum(walk.spmd.wire_bytes for walk in best.walks),
-        held_bytes=_held(tapes, best.group, carried, copies=1),
+        tapes=tuple(tuple(_rank_tape(walk, rank) for rank in range(ranks)) for walk in found.walks),
+        placements={port: found.group.final(port) for port in ports},
+        wire_bytes=sum(walk.spmd.wire_bytes for walk in found.walks),
+        held_bytes=_held(tapes, found.group, carried, copies=1),
         whole_bytes=_held(tapes, None, carried, copies=1),
-        work_share=_work_share(tapes, best.walks),
+        work_share=_work_share(tapes, found.walks),
     )
 
 

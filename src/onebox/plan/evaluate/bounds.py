@@ -233,7 +233,7 @@ def least_bytes(work: PlanWork, routes: Routes, versions: int = 1) -> dict[int, 
     held: dict[int, int] = {}
     use: dict[int, int] = {}
     for cost, row in zip(work.stages, routes, strict=True):
-        for d in {route[0] for route in row}:
+        for d in {device for route in set(row) for device in route}:
             held[d] = held.get(d, 0) + cost.state_bytes + (versions - 1) * cost.gradient_bytes
             most = max(cost.forward_work_bytes, cost.backward_work_bytes)
             use[d] = max(use.get(d, 0), cost.saved_bytes + cost.offloaded_bytes + most)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,7 +12,7 @@ from onebox.plan.evaluate.bounds import least_bytes, least_period, lower_bound
 from onebox.plan.evaluate.predict import order_of, simulate_order
 from onebox.plan.model.cost_model import CostModel
 from onebox.plan.model.device_groups import kind, near, numbered_matters
-from onebox.plan.model.layout import StageLayout, plan_of
+from onebox.plan.model.layout import LayoutStage, StageLayout, plan_of
 from onebox.plan.model.plan import MicroBatch
 from onebox.plan.model.problem import Problem
 from onebox.plan.model.schedule import Routes, Schedule
@@ -158,8 +159,10 @@ class Evaluator:
     def refusal(self, layout: StageLayout) -> str:
         """Return the reason why the problem does not allow a layout; empty if it does."""
         problem = self.problem
-        if not problem.replicable and any(len(part.devices) > 1 for part in layout.parts):
+        if not problem.replicable and any(len(part.shares) > 1 for part in layout.parts):
             return "replicas are not allowed"
+        if layout.split and (reason := self._unsplittable(layout)):
+            return reason
         if problem.max_stages is not None and layout.blocks > problem.max_stages:
             return f"more than {problem.max_stages} stages"
         policies = {part.policy for part in layout.parts} - set(problem.policies)
@@ -181,14 +184,30 @@ class Evaluator:
             return f"schedule {layout.schedule} is not allowed"
         return ""
 
+    def _unsplittable(self, layout: StageLayout) -> str:
+        """Return the reason why layers cannot be split as in a layout; empty if they can."""
+        split = [part for part in layout.parts if part.ranks > 1]
+        used = Counter(device for part in layout.parts for device in part.devices)
+        for part in split:
+            if part.ranks not in self.problem.splits or layout.micro_batch is None:
+                return f"layers cannot be split over {part.ranks} devices"
+            if any(used[device] > 1 for device in part.devices):
+                return "a device that splits layers has another stage"
+            if part.policy != "keep" or part.codec != "none" or part.sends != "none":
+                return "split layers are kept as they are"
+            for replica in part.replicas:
+                if len({(self.kinds[device], self.problem.device[device].host) for device in replica}) > 1:
+                    return "layers are split over different devices"
+        return ""
+
     def _idle(self, layout: StageLayout) -> int | None:
         """Return a replica to which no micro-batch goes, if there is one: the layout would seem to use its device."""
         batch, size = self.problem.batch, layout.micro_batch
         for part in layout.parts:
-            if len(part.devices) > 1:
+            if len(part.shares) > 1:
                 units = apportion(batch if size is None else -(-batch // size), part.shares)
                 if min(units) == 0:
-                    return part.devices[units.index(0)]
+                    return part.replicas[units.index(0)][0]
         return None
 
     def case(self, layout: StageLayout) -> CostedLayout:
@@ -200,10 +219,7 @@ class Evaluator:
                 plan = plan_of(self.problem, layout)
                 self._parts[size] = plan.micro_batches(batch)
             parts = self._parts[size]
-            if size is None:
-                routes = plan.routes(batch)
-            else:
-                routes = tuple(self._row(part.devices, part.shares, len(parts)) for part in layout.parts)
+            routes = plan.routes(batch) if size is None else tuple(self._row(part, len(parts)) for part in layout.parts)
             work, sizes = self.costs.work(layout, parts)
             self._cases[key] = CostedLayout(micro_batches=parts, work=work, routes=routes, sizes=sizes)
         return self._cases[key]
@@ -214,13 +230,14 @@ class Evaluator:
             return self.case(layout).actions
         return 2 * len(layout.parts) * -(-self.problem.batch // layout.micro_batch)
 
-    def _row(self, devices: tuple[int, ...], shares: tuple[float, ...], count: int) -> tuple[tuple[int, ...], ...]:
+    def _row(self, part: LayoutStage, count: int) -> tuple[tuple[int, ...], ...]:
         """Return the route of each micro-batch through a stage, as :meth:`~onebox.plan.Plan.routes` does."""
-        if len(devices) == 1:
-            return ((devices[0],),) * count
-        key = (devices, shares, count)
+        if len(part.devices) == part.ranks:
+            return (part.devices,) * count
+        key = (part.devices, part.shares, part.ranks, count)
         if key not in self._rows:
-            self._rows[key] = tuple((devices[turn],) for turn in deal(count, shares))
+            replicas = part.replicas
+            self._rows[key] = tuple(replicas[turn] for turn in deal(count, part.shares))
         return self._rows[key]
 
     def bound(self, layout: StageLayout) -> float:
@@ -303,7 +320,7 @@ class Evaluator:
         """
         places: dict[int, int] = {}
         parts = tuple(
-            (tuple(places.setdefault(device, len(places)) for device in part.devices), part.shares)
+            (tuple(places.setdefault(device, len(places)) for device in part.devices), part.shares, part.ranks)
             for part in layout.parts
         )
         edges = tuple((edge.source, edge.target) for edge in case.work.edges)

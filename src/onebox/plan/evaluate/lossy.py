@@ -42,7 +42,7 @@ def exposed_step_s(problem: Problem, plan: Plan) -> float:
     hidden, except for encoding, which takes the device's own time.
     """
     predicted, _ = predict(problem, plan)
-    if len(plan.stages) > 1 or len(plan.devices) < 2:
+    if len(plan.stages) > 1 or len(plan.devices) < 2 or plan.split:
         return predicted.step_s
     problem = replace(problem, sharded=plan.optimizer == "sharded")
     work, sizes = CostModel(problem).work(layout_of(problem, plan), plan.micro_batches(problem.batch))

@@ -45,8 +45,9 @@ def gradient_traffic(problem: Problem, plan: Plan) -> Traffic:
     model = CostModel(replace(problem, sharded=plan.optimizer == "sharded"))
     work, _ = model.work(layout, plan.micro_batches(problem.batch))
     sums = [
-        links.sum_traffic(part.devices, stage.gradient_bytes, stage.travelling_bytes)
+        links.sum_traffic(same, stage.gradient_bytes, stage.travelling_bytes)
         for part, stage in zip(layout.parts, work.stages, strict=True)
+        for same in zip(*part.replicas, strict=True)
     ]
     for tie in problem.ties:
         holders = (part.devices[0] for part in layout.parts if not set(tie.segments).isdisjoint(part.segments))
@@ -54,9 +55,28 @@ def gradient_traffic(problem: Problem, plan: Plan) -> Traffic:
     return total_traffic(*sums)
 
 
+def rank_traffic(problem: Problem, plan: Plan) -> Traffic:
+    """Return the bytes that devices which split a stage's layers send each other in a step, in rings.
+
+    Args:
+        problem: The plan's problem.
+        plan: The plan.
+    """
+    model, found = CostModel(problem), dict[tuple[int, int], float]()
+    routes, parts = plan.routes(problem.batch), plan.micro_batches(problem.batch)
+    for stage, row in zip(layout_of(problem, plan).parts, routes, strict=True):
+        for part, ring in zip(parts, row, strict=True) if stage.ranks > 1 else ():
+            both = model.messages(stage.segments, stage.ranks)
+            sent = sum(way.fixed_bytes + way.sample_bytes * part.size for way in both)
+            for pair in zip(ring, (*ring[1:], ring[0]), strict=True):
+                found[pair] = found.get(pair, 0.0) + sent
+    return found
+
+
 def step_traffic(problem: Problem, plan: Plan) -> Traffic:
     """Return the bytes that a step of a plan sends from device to device."""
-    return total_traffic(value_traffic(problem, plan), gradient_traffic(problem, plan))
+    values, gradients = value_traffic(problem, plan), gradient_traffic(problem, plan)
+    return total_traffic(values, gradients, rank_traffic(problem, plan))
 
 
 def total_traffic(*several: Traffic) -> Traffic:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from itertools import permutations
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,7 +13,7 @@ from numpy.typing import NDArray
 from onebox.plan.model.crowding import crowding, wake_up_delays
 from onebox.plan.model.layout import LayoutStage, StageLayout, layout_of, owners
 from onebox.plan.model.plan import MicroBatch, Plan
-from onebox.plan.model.problem import Problem, SegmentValue
+from onebox.plan.model.problem import Problem, RankMessages, SegmentValue
 from onebox.plan.model.shares import apportion
 from onebox.plan.model.stage import ActivationPolicy
 from onebox.plan.model.work import Edge, Links, OffloadedBytes, PlanWork, StageWork
@@ -47,6 +48,22 @@ class SegmentSizes(NamedTuple):
     forward_work: int
     backward_work: int
     again: int
+
+
+class SplitMessages(NamedTuple):
+    """Collectives of some segments that are split over ranks, for each micro-batch.
+
+    Args:
+        messages: Messages that a rank sends one after the other.
+        calls: Number of collectives.
+        fixed_bytes: Bytes that a rank sends, whatever the number of samples.
+        sample_bytes: Those for each sample.
+    """
+
+    messages: int
+    calls: int
+    fixed_bytes: float
+    sample_bytes: float
 
 
 class CrossingBytes(NamedTuple):
@@ -99,19 +116,50 @@ class CostModel:
         self._made: list[list[SegmentValue]] = [[] for _ in problem.segments]
         for value in problem.values:
             self._made[value.source].append(value)
+        self._sources: list[set[int]] = [set() for _ in problem.segments]
+        for value in problem.values:
+            for consumer in value.consumers:
+                self._sources[consumer].add(value.source)
+        self._messages: dict[tuple[tuple[int, ...], int], tuple[SplitMessages, SplitMessages]] = {}
+        self._rings: dict[tuple[tuple[int, ...], int], tuple[float, float]] = {}
         ends = [(v.source, consumer, n) for n, v in enumerate(problem.values) for consumer in v.consumers]
         self._ends = np.array(ends, np.int64).reshape(-1, 3).T
-        self._seconds: dict[tuple[int, ...], dict[str, SegmentSeconds]] = {}
-        self._bytes: dict[tuple[int, ...], SegmentSizes] = {}
+        self._seconds: dict[tuple[tuple[int, ...], int], dict[str, SegmentSeconds]] = {}
+        self._bytes: dict[tuple[tuple[int, ...], int], SegmentSizes] = {}
+        self._split_lines = {ranks: self._lines_over(ranks) for ranks in problem.splits}
+        self._split_sizes = {
+            ranks: np.array([[getattr(s, f"{name}_bytes") for name in names] for s in split], np.int64)
+            for ranks, split in problem.splits.items()
+        }
         self._stages: dict[tuple[object, ...], StageWork] = {}
         self._delayed: dict[tuple[tuple[str, float], ...], Links] = {}
 
-    def seconds(self, segments: tuple[int, ...]) -> dict[str, SegmentSeconds]:
-        """Return the times of some segments by type of device."""
-        if segments not in self._seconds:
-            total = self._lines[sorted(segments)].sum(axis=0).tolist()
+    def _lines_over(self, ranks: int) -> NDArray[np.float64]:
+        """Return the times of all segments split over ranks: those of the first rank, without its collectives."""
+        found = self._lines.copy()
+        base = 6 * len(self.types)
+        for index, split in enumerate(self.problem.splits[ranks]):
+            whole = self.problem.segments[index].parameter_bytes
+            for n in range(len(self.types)):
+                found[index, 6 * n : 6 * n + 2] *= split.forward_share
+                found[index, 6 * n + 2 : 6 * n + 6] *= split.backward_share
+            found[index, base:] *= split.parameter_bytes / whole if whole else 1.0
+        return found
+
+    def seconds(self, segments: tuple[int, ...], ranks: int = 1) -> dict[str, SegmentSeconds]:
+        """Return the times of some segments by type of device.
+
+        Args:
+            segments: The segments.
+            ranks: Number of devices over which their layers are split; the times are then those of a rank, without its
+                collectives.
+        """
+        key = segments, ranks
+        if key not in self._seconds:
+            lines = self._lines if ranks == 1 else self._split_lines[ranks]
+            total = lines[sorted(segments)].sum(axis=0).tolist()
             base = 6 * len(self.types)
-            self._seconds[segments] = {
+            self._seconds[key] = {
                 kind: SegmentSeconds(
                     (total[6 * n], total[6 * n + 1]),
                     (total[6 * n + 2], total[6 * n + 3]),
@@ -120,17 +168,23 @@ class CostModel:
                 )
                 for n, kind in enumerate(self.types)
             }
-        return self._seconds[segments]
+        return self._seconds[key]
 
     def lines(self, kind: str) -> NDArray[np.float64]:
         """Return for each segment the fixed and per-sample seconds of forward and backward on a type of device."""
         own = self._lines[:, 6 * self.types.index(kind) : 6 * self.types.index(kind) + 6]
         return np.stack([own[:, ::2].sum(axis=1), own[:, 1::2].sum(axis=1)], axis=1)
 
-    def sizes(self, segments: tuple[int, ...]) -> SegmentSizes:
-        """Return the bytes of some segments, parameters that they share with others included."""
-        if segments not in self._bytes:
-            rows = self._sizes[list(segments)]
+    def sizes(self, segments: tuple[int, ...], ranks: int = 1) -> SegmentSizes:
+        """Return the bytes of some segments, parameters that they share with others included.
+
+        Args:
+            segments: The segments.
+            ranks: Number of devices over which their layers are split; the bytes are then those of a rank.
+        """
+        key = segments, ranks
+        if key not in self._bytes:
+            rows = (self._sizes if ranks == 1 else self._split_sizes[ranks])[list(segments)]
             parameter, state, optimizer, saved, late = rows[:, :5].sum(axis=0).tolist()
             # While a segment runs, later ones have not allocated anything yet, or have freed it.
             later = saved - np.cumsum(rows[:, 3])
@@ -140,8 +194,60 @@ class CostModel:
             state += sum(tie.state_bytes for tie in held)
             optimizer += sum(tie.optimizer_bytes for tie in held)
             again = int((rows[:, 3] + rows[:, 5]).max())
-            self._bytes[segments] = SegmentSizes(parameter, state, optimizer, saved, late, forward, backward, again)
-        return self._bytes[segments]
+            self._bytes[key] = SegmentSizes(parameter, state, optimizer, saved, late, forward, backward, again)
+        return self._bytes[key]
+
+    def messages(self, segments: tuple[int, ...], ranks: int) -> tuple[SplitMessages, SplitMessages]:
+        """Return the collectives of forward and of backward of a stage whose layers are split over ranks.
+
+        Values that ranks hold in shares are gathered where they leave the stage.
+        """
+        key = segments, ranks
+        if key in self._messages:
+            return self._messages[key]
+        split, own = self.problem.splits[ranks], set(segments)
+        leaving = [n for n in segments if any(not own.issuperset(value.consumers) for value in self._made[n])]
+        entered = [n for n in segments if not own.issuperset(self._sources[n])]
+
+        def total(parts: Sequence[RankMessages], end_bytes: Sequence[int]) -> SplitMessages:
+            ends = [size for size in end_bytes if size]
+            sums, gathers = sum(part.sums for part in parts), sum(part.gathers for part in parts) + len(ends)
+            return SplitMessages(
+                (ranks - 1) * (2 * sums + gathers),
+                sums + gathers,
+                sum(part.fixed_bytes for part in parts),
+                sum(part.sample_bytes for part in parts) + sum(ends) * (ranks - 1) / ranks,
+            )
+
+        forward = total([split[n].forward for n in segments], [split[n].forward_end_bytes for n in leaving])
+        backward = total([split[n].backward for n in segments], [split[n].backward_end_bytes for n in entered])
+        self._messages[key] = forward, backward
+        return self._messages[key]
+
+    def collective_s(self, part: LayoutStage, samples: int) -> tuple[float, float]:
+        """Return the seconds of a stage's collectives among its ranks, in forward and in backward.
+
+        A ring is as quick as its slowest link (see :mod:`onebox.cost.collectives`), and each collective is a call.
+
+        Args:
+            part: The stage; of several replicas, the slowest counts.
+            samples: Samples of a micro-batch.
+        """
+        if part.ranks == 1:
+            return 0.0, 0.0
+        links, key = self.problem.links, (part.devices, part.ranks)
+        if key not in self._rings:
+            pairs = [pair for replica in part.replicas for pair in permutations(replica, 2)]
+            slowest = max(links.latency_s[a][b] for a, b in pairs), min(links.bandwidth_bps[a][b] for a, b in pairs)
+            self._rings[key] = slowest
+        latency_s, bps = self._rings[key]
+        forward_s, backward_s = (
+            found.messages * latency_s
+            + (found.fixed_bytes + found.sample_bytes * samples) / bps
+            + found.calls * self.problem.call_s
+            for found in self.messages(part.segments, part.ranks)
+        )
+        return forward_s, backward_s
 
     def may_hold(self, numbers: Collection[int]) -> bool:
         """Return whether some devices together have the memory for the state of all segments and ties, once."""
@@ -305,9 +411,12 @@ class CostModel:
         )
         if key in self._stages:
             return self._stages[key]
-        by_type, sizes = self.seconds(part.segments), self.sizes(part.segments)
+        by_type, sizes = self.seconds(part.segments, part.ranks), self.sizes(part.segments, part.ranks)
         streamed = self.streamed_bytes(part, on_host=on_host)
-        sharing = len(part.devices) if self.problem.sharded else 1
+        sharing = len(part.shares) if self.problem.sharded else 1
+        if part.ranks > 1:
+            exchange_s = self.collective_s(part, largest)
+            coding_s = coding_s[0] + exchange_s[0], coding_s[1] + exchange_s[1]
         elsewhere = sizes.optimizer - -(-sizes.optimizer // sharing)
         times: list[dict[int, float]] = [{}, {}, {}, {}]
         for turn, number in enumerate(part.devices):
@@ -315,7 +424,7 @@ class CostModel:
             speed = device.speed / crowded[number]
             found = by_type[device.type]
             # A replica with one micro-batch of its own size: its fixed costs must not shrink with its size.
-            own = largest if layout.micro_batch is not None else _own(part.shares, turn, micro_batches)
+            own = largest if layout.micro_batch is not None else _own(part.shares, turn // part.ranks, micro_batches)
             for place, (fixed, each) in enumerate(found[:3]):
                 times[place][number] = (fixed + each * own) * (largest / own) / speed + (*coding_s, 0.0)[place]
             times[3][number] = found.update_s / speed / sharing + tied
@@ -324,7 +433,7 @@ class CostModel:
             if streamed:  # on the host between two backwards
                 times[1][number] += 2 * streamed / device.host_bps
             if part.policy == "recompute":  # the whole backward counts as its first half
-                fixed, each = self.seconds(again)[device.type][0] if again else (0.0, 0.0)
+                fixed, each = self.seconds(again, part.ranks)[device.type][0] if again else (0.0, 0.0)
                 times[1][number] += (fixed + each * own) * (largest / own) / speed + times[2][number]
                 times[2][number] = 0.0
         held = _held(part.policy, stage, sizes, largest, crossing)
@@ -352,7 +461,7 @@ class CostModel:
         """
         if part.codec == "none":
             return None
-        exact = self.sizes(part.segments).parameter
+        exact = self.sizes(part.segments, part.ranks).parameter
         encoded = encoded_bytes(part.codec, exact)
         return (exact + encoded) // 2 if self.problem.sharded else encoded
 
@@ -364,13 +473,13 @@ class CostModel:
         """
         if part.codec == "none":
             return 0.0
-        size_bytes, count = self.sizes(part.segments).parameter, len(part.devices)
+        size_bytes, count = self.sizes(part.segments, part.ranks).parameter, len(part.shares)
         return (2 + 1 / count) * size_bytes / self._slowest_bps(part, part.codec)
 
     def _residual_bytes(self, part: LayoutStage) -> int:
         """Return the bytes that a stage's codec keeps on each device: of all gradients, and of the sums of a slice."""
-        exact = self.sizes(part.segments).parameter
-        return 0 if part.codec == "none" else exact + -(-exact // len(part.devices))
+        exact = self.sizes(part.segments, part.ranks).parameter
+        return 0 if part.codec == "none" else exact + -(-exact // len(part.shares))
 
     def streamed_bytes(self, part: LayoutStage, *, on_host: bool) -> int:
         """Return the bytes of a stage's gradients that the host's optimizer holds, instead of the device."""
@@ -389,8 +498,9 @@ class CostModel:
         busy_s, passed_s = dict.fromkeys(used, 0.0), [0.0]
         first, last = dict[int, int](), dict[int, int]()
         for stage, part in enumerate(layout.parts):
-            by_type, total, passes = self.seconds(part.segments), sum(part.shares), list[float]()
-            for number, share in zip(part.devices, part.shares, strict=True):
+            by_type, total, passes = self.seconds(part.segments, part.ranks), sum(part.shares), list[float]()
+            shares = [share for share in part.shares for _ in range(part.ranks)]
+            for number, share in zip(part.devices, shares, strict=True):
                 device = self.problem.device[number]
                 forward, inputs, weights, update_s = by_type[device.type]
                 first.setdefault(number, stage)
@@ -440,7 +550,7 @@ class CostModel:
         """Return the segments that a stage recomputes under ``recompute``."""
         part = layout.parts[stage]
         after = layout.parts[stage + 1] if stage + 1 < len(layout.parts) else None
-        if after is None or (after.devices, after.shares) != (part.devices, part.shares):
+        if after is None or (after.devices, after.shares, after.ranks) != (part.devices, part.shares, part.ranks):
             return part.segments
         return part.segments[:-1] if self.spared(part.segments[-1], after.segments) else part.segments
 

@@ -18,11 +18,12 @@ class LayoutStage(NamedTuple):
 
     Args:
         segments: Indices of its segments, in the order of the chain that was cut.
-        devices: Numbers of its devices, one a replica.
+        devices: Numbers of its devices, those of one replica after those of another.
         shares: Each replica's share of the batch.
         policy: Its activation policy.
         codec: Lossy codec of its gradients.
         sends: Lossy codec of the values that it sends to other stages.
+        ranks: Devices of each replica; several split its layers.
     """
 
     segments: tuple[int, ...]
@@ -31,6 +32,12 @@ class LayoutStage(NamedTuple):
     policy: ActivationPolicy = "keep"
     codec: GradientCodec = "none"
     sends: ActivationCodec = "none"
+    ranks: int = 1
+
+    @property
+    def replicas(self) -> tuple[tuple[int, ...], ...]:
+        """The devices of each replica."""
+        return tuple(self.devices[at : at + self.ranks] for at in range(0, len(self.devices), self.ranks))
 
 
 class StageLayout(NamedTuple):
@@ -54,6 +61,11 @@ class StageLayout(NamedTuple):
         return SCHEDULE_TRAITS[self.schedule].late
 
     @property
+    def split(self) -> bool:
+        """Return whether some stage's layers are split over several devices."""
+        return any(part.ranks > 1 for part in self.parts)
+
+    @property
     def places(self) -> int:
         """Number of pairs of stage and device."""
         return sum(len(part.devices) for part in self.parts)
@@ -61,7 +73,7 @@ class StageLayout(NamedTuple):
     @property
     def blocks(self) -> int:
         """Number of stages of the schedule: consecutive ones with the same replicas count once."""
-        places = [(part.devices, part.shares) for part in self.parts]
+        places = [(part.devices, part.shares, part.ranks) for part in self.parts]
         return 1 + sum(one != other for one, other in pairwise(places))
 
     def with_parts(self, first: int, *parts: LayoutStage, until: int | None = None) -> StageLayout:
@@ -97,7 +109,7 @@ def plan_of(problem: Problem, layout: StageLayout) -> Plan:
     whole = len(layout.parts) == 1
     stages = tuple(
         Stage(
-            replicas=tuple((device,) for device in part.devices),
+            replicas=part.replicas,
             shares=part.shares,
             segments=() if whole else tuple(problem.segments[index].name for index in sorted(part.segments)),
             policy=part.policy,
@@ -121,11 +133,11 @@ def layout_of(problem: Problem, plan: Plan) -> StageLayout:
 
     Raises:
         UsageError: It names unknown segments or devices, leaves segments out, puts a consumer of a value before its
-            source, or splits layers.
+            source, or splits layers over a number of devices for which no times are known.
     """
     names = [name for stage in plan.stages for name in stage.segments]
     unknown = [name for name in names if name not in problem.index]
-    left = [] if plan.whole else [segment.name for segment in problem.segments if segment.name not in set(names)]
+    left = [] if not names else [segment.name for segment in problem.segments if segment.name not in set(names)]
     if unknown or left:
         raise UsageError(
             f"the plan names segment {unknown[0]!r}, which the model does not have"
@@ -133,21 +145,20 @@ def layout_of(problem: Problem, plan: Plan) -> StageLayout:
             else f"the plan has no stage for segment {left[0]!r}; every segment needs one"
         )
     strangers = [device for device in plan.devices if device not in problem.device]
-    if strangers or plan.split:
-        raise UsageError(
-            f"the plan uses device {strangers[0]}; there are {sorted(problem.device)}"
-            if strangers
-            else "the plan splits layers over several devices, and no times are known for that"
-        )
+    if strangers:
+        raise UsageError(f"the plan uses device {strangers[0]}; there are {sorted(problem.device)}")
+    if any(stage.ranks > 1 and stage.ranks not in problem.splits for stage in plan.stages):
+        raise UsageError("the plan splits layers over several devices, and no times are known for that")
     every = tuple(range(len(problem.segments)))
     parts = tuple(
         LayoutStage(
-            every if plan.whole else tuple(sorted(problem.index[name] for name in stage.segments)),
-            tuple(replica[0] for replica in stage.replicas),
+            tuple(sorted(problem.index[name] for name in stage.segments)) or every,
+            tuple(device for replica in stage.replicas for device in replica),
             stage.shares,
             stage.policy,
             stage.gradients,
             stage.activations,
+            stage.ranks,
         )
         for stage in plan.stages
     )

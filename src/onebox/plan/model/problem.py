@@ -139,6 +139,68 @@ class Tie:
     optimizer_bytes: int = 0
 
 
+@dataclass(frozen=True, kw_only=True)
+class RankMessages:
+    """Collectives of a split segment in forward or in backward, for each micro-batch.
+
+    They run in rings, in which a rank sends `2 (n - 1)` messages and `2 (n - 1) / n` of the bytes for a sum over `n`
+    ranks, and half of both for a gather (Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms for clusters of
+    workstations, 2009).
+
+    Args:
+        sums: Number of all-reduces.
+        gathers: Number of all-gathers.
+        fixed_bytes: Bytes that a rank sends for them, whatever the number of samples.
+        sample_bytes: Those that it sends for each sample.
+    """
+
+    sums: int = 0
+    gathers: int = 0
+    fixed_bytes: float = 0.0
+    sample_bytes: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class SplitSegment:
+    """A segment whose layers are split over ranks: the part of the first rank, which has the most.
+
+    Args:
+        forward_share: Part of the seconds of forward that a rank has left; 1 where nothing is shared.
+        backward_share: The same for both gradients.
+        forward: Collectives of forward.
+        backward: Collectives of backward.
+        forward_end_bytes: Bytes for each sample of values that ranks hold in shares, and that are gathered where later
+            segments are in another stage.
+        backward_end_bytes: The same for gradients where earlier segments are.
+        parameter_bytes: As those of :class:`Segment`, of a rank; likewise the following.
+        state_bytes: Likewise.
+        optimizer_bytes: Likewise.
+        saved_bytes: Likewise, for each sample.
+        late_bytes: Likewise.
+        forward_work_bytes: Likewise.
+        backward_work_bytes: Likewise.
+    """
+
+    forward_share: float
+    backward_share: float
+    forward: RankMessages = RankMessages()
+    backward: RankMessages = RankMessages()
+    forward_end_bytes: int = 0
+    backward_end_bytes: int = 0
+    parameter_bytes: int = 0
+    state_bytes: int = 0
+    optimizer_bytes: int = 0
+    saved_bytes: int = 0
+    late_bytes: int = 0
+    forward_work_bytes: int = 0
+    backward_work_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        for share in (self.forward_share, self.backward_share):
+            if not 0 <= share < float("inf"):
+                raise UsageError(f"a rank has {share} of a segment's time left: a finite part from 0 up")
+
+
 HOST_BPS = 4e9
 """Assumed bandwidth between a device and its host's memory where none was measured: a core that copies in both
 directions."""
@@ -230,6 +292,8 @@ class Problem:
         versions: Weight versions on a device for each place of the state; what the correction of late gradients stores
             for each weight counts as one.
         sharded: Whether the replicas of a stage shard the optimizer's state, instead of each having all of it.
+        splits: By number of ranks, all segments with their layers split over so many devices, which a replica of a
+            stage may then be: alike ones of one host. Parameters that stages share stay whole.
     """
 
     segments: tuple[Segment, ...]
@@ -256,6 +320,7 @@ class Problem:
     staleness: int = 0
     versions: int = 2
     sharded: bool = False
+    splits: Mapping[int, tuple[SplitSegment, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.segments or not self.devices:
@@ -304,6 +369,9 @@ class Problem:
 
     def _check_indices(self) -> None:
         count = len(self.segments)
+        for ranks, split in self.splits.items():
+            if ranks < 2 or len(split) != count:
+                raise UsageError(f"{len(split)} segments over {ranks} ranks: there are {count}, for 2 ranks or more")
         for value in self.values:
             if not all(0 <= value.source < consumer < count for consumer in value.consumers):
                 raise UsageError(f"a value goes from segment {value.source} to {value.consumers}: only later ones can")

@@ -95,7 +95,7 @@ class ReplanController:
     def __init__(self, problem: Problem, plan: Plan, batch: int, options: ReplanOptions = _DEFAULTS) -> None:
         sizes = {min(plan.micro_batch or batch, batch), *(problem.micro_batches if problem.regroupable else ())}
         allowed = tuple(sorted(size for size in sizes if size <= batch))
-        self._problem = replace(problem, batch=batch, micro_batches=allowed)
+        self._problem = replace(problem, batch=batch, micro_batches=allowed, splits={})
         self._options, self._plan, self._home = options, plan, plan
         self._rates = RateEstimator(self._problem, plan, _PROBE)
         self._changes: dict[str, RateChange] = {}

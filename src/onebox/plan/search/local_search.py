@@ -14,6 +14,7 @@ from onebox.plan.hill_climbing import climb
 from onebox.plan.model.layout import LayoutStage, StageLayout, single
 from onebox.plan.model.problem import Problem
 from onebox.plan.search.placement import placed
+from onebox.plan.search.split_groups import split_over
 
 _STEPS = (1, 2, 4)
 """Numbers of segments by which a cut is moved."""
@@ -127,6 +128,8 @@ def neighbours(evaluator: Evaluator, layout: StageLayout) -> Iterator[StageLayou
             _split(layout, unused),
             _shared(layout),
         ]
+        if problem.splits:
+            changes.insert(0, _regrouped(evaluator, layout))
     if problem.replicable:
         changes.append(_replicated(evaluator, layout, unused))
     for kind in changes:
@@ -175,14 +178,18 @@ def _swapped(layout: StageLayout) -> Iterator[StageLayout]:
         if one.devices == other.devices:
             continue
         parts = list(layout.parts)
-        parts[a] = one._replace(devices=other.devices, shares=other.shares)
-        parts[b] = other._replace(devices=one.devices, shares=one.shares)
+        parts[a], parts[b] = _at(one, other), _at(other, one)
         swapped = layout._replace(parts=tuple(parts))
         yield swapped
         sizes = [len(part.segments) for part in parts]
         if sizes[a] != sizes[b]:
             sizes[a], sizes[b] = sizes[b], sizes[a]
             yield swapped.with_sizes(sizes)
+
+
+def _at(part: LayoutStage, place: LayoutStage) -> LayoutStage:
+    """Return a stage on the devices of another one."""
+    return part._replace(devices=place.devices, shares=place.shares, ranks=place.ranks)
 
 
 def _replaced(layout: StageLayout, unused: list[int]) -> Iterator[StageLayout]:
@@ -210,8 +217,9 @@ def _other_schedules(problem: Problem, layout: StageLayout) -> Iterator[StageLay
 def _merged(layout: StageLayout) -> Iterator[StageLayout]:
     """Yield layouts in which two neighbouring stages become one, on the devices of either."""
     for index, (one, other) in enumerate(pairwise(layout.parts)):
-        for devices, shares in dict.fromkeys(((one.devices, one.shares), (other.devices, other.shares))):
-            yield layout.with_parts(index, LayoutStage(one.segments + other.segments, devices, shares), until=index + 2)
+        both = LayoutStage(one.segments + other.segments, (), ())
+        for merged in dict.fromkeys((_at(both, one), _at(both, other))):
+            yield layout.with_parts(index, merged, until=index + 2)
 
 
 def _split(layout: StageLayout, unused: list[int]) -> Iterator[StageLayout]:
@@ -236,14 +244,42 @@ def _shared(layout: StageLayout) -> Iterator[StageLayout]:
             continue
         one, other = part._replace(segments=part.segments[:middle]), part._replace(segments=part.segments[middle:])
         for place in sorted(near):
-            devices, shares = parts[place].devices, parts[place].shares
-            yield layout.with_parts(index, one._replace(devices=devices, shares=shares), other, until=index + 1)
-            yield layout.with_parts(index, one, other._replace(devices=devices, shares=shares), until=index + 1)
+            yield layout.with_parts(index, _at(one, parts[place]), other, until=index + 1)
+            yield layout.with_parts(index, one, _at(other, parts[place]), until=index + 1)
+
+
+def _regrouped(evaluator: Evaluator, layout: StageLayout) -> Iterator[StageLayout]:
+    """Yield layouts in which alike replicas of a host split their layers, or no longer do, or over more or fewer
+    devices; and those in which two neighbouring stages become one that their devices split."""
+    every = sorted(evaluator.problem.splits)
+    for index, part in enumerate(layout.parts):
+        for ranks in (1, *every):
+            if ranks != part.ranks and (found := split_over(evaluator, part, ranks)):
+                yield layout.with_parts(index, found)
+    for index, (one, other) in enumerate(pairwise(layout.parts)):
+        both = LayoutStage(one.segments + other.segments, tuple(dict.fromkeys(one.devices + other.devices)), ())
+        for ranks in every:
+            if found := split_over(evaluator, both, ranks):
+                yield layout.with_parts(index, found, until=index + 2)
+    for index, part in enumerate(layout.parts):
+        if part.ranks > 1:
+            yield layout.with_parts(index, *_side_by_side(part), until=index + 1)
+
+
+def _side_by_side(part: LayoutStage) -> tuple[LayoutStage, ...]:
+    """Return the stages, about equally long, of each of the devices that split a stage."""
+    count = min(len(part.devices), len(part.segments))
+    ends = [len(part.segments) * turn // count for turn in range(count + 1)]
+    return tuple(
+        single(part.segments[a:b], device) for (a, b), device in zip(pairwise(ends), part.devices, strict=False)
+    )
 
 
 def _replicated(evaluator: Evaluator, layout: StageLayout, unused: list[int]) -> Iterator[StageLayout]:
     """Yield layouts in which a stage has one replica more or less."""
     for index, part in enumerate(layout.parts):
+        if part.ranks > 1:
+            continue
         for device in unused:
             yield layout.with_parts(index, _part_on(evaluator, layout, part.segments, (*part.devices, device)))
         if len(part.devices) > 1:

@@ -34,11 +34,15 @@ _WORTH = 1 - 1e-6
 def placed(evaluator: Evaluator, layout: StageLayout, *, quickly: bool = False) -> StageLayout:
     """Return a layout with the best placement of its devices and of unused ones of their kinds.
 
+    Where layers are split, it stays as it is: a group's devices belong to one host.
+
     Args:
         evaluator: Computes the layout's costs.
         layout: The layout.
         quickly: Whether to begin at the best of the orders only, and not at each.
     """
+    if layout.split:
+        return layout
     places = _Places(evaluator, layout)
     if not places.movable:
         return layout

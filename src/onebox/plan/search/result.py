@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 
@@ -18,6 +18,16 @@ from onebox.plan.simulate.step import Simulation
 NAMED_BIAS = 0.005
 """Relative slowdown up to which a simpler plan is preferred: one with a named schedule, then with fewer stages, then
 with fewer micro-batches."""
+
+SPLIT_WORTH = 0.95
+"""Part of the best step with whole layers that one with split layers may take to be chosen. Predictions are 4 % off on
+average, and do not count that ranks whose host is busy wait for each other at every collective."""
+
+
+def rated_s(plan: Plan) -> float:
+    """Return the predicted seconds of a step by which a plan is compared; more for one that splits layers."""
+    assert plan.predicted is not None
+    return plan.predicted.step_s / (SPLIT_WORTH if plan.split else 1.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,8 +76,10 @@ class SearchResult:
 def simplest(evaluator: Evaluator, best: LayoutEvaluation) -> LayoutEvaluation:
     """Return the evaluation with the fewest stages and actions among those as good as the best, under named schedules.
 
-    Exact schedules come before asynchronous ones.
+    Exact schedules come before asynchronous ones, and whole layers before split ones that gain little.
     """
+    if best.layout.split and (whole := _best_whole(evaluator)) is not None:
+        best = whole if best.simulation.step_s > SPLIT_WORTH * whole.simulation.step_s else best
     if best.layout.schedule == "auto":
         return best
     limit = best.simulation.step_s * (1 + NAMED_BIAS)
@@ -77,12 +89,42 @@ def simplest(evaluator: Evaluator, best: LayoutEvaluation) -> LayoutEvaluation:
         if not evaluation.over_bytes and evaluation.simulation.step_s <= limit and evaluator.allows(evaluation.layout)
     ]
     named = [evaluation for evaluation in near if evaluation.layout.schedule != "auto"]
-    return min(named, key=_plainness)
+    return min((one for one in named if best.layout.split or not one.layout.split), key=_plainness)
 
 
-def _plainness(evaluation: LayoutEvaluation) -> tuple[bool, int, int, float]:
+def better_of(whole: SearchResult, split: SearchResult) -> SearchResult:
+    """Return the better result of two searches, with the candidates of both.
+
+    Args:
+        whole: The result of a search for plans of whole layers.
+        split: The result of one for plans with split layers, too.
+    """
+    best, other = (split, whole) if rated_s(split.plan) < rated_s(whole.plan) else (whole, split)
+    first, *candidates = best.candidates
+    known = {one.label for one in best.candidates}
+    candidates += [one for one in other.candidates if one.label not in known]
+    candidates.sort(key=_order)
+    return replace(
+        best,
+        candidates=(first, *candidates),
+        simulated=whole.simulated + split.simulated,
+        complete=whole.complete and split.complete,
+    )
+
+
+def _order(candidate: PlanCandidate) -> tuple[bool, float]:
+    return bool(candidate.shortfalls or candidate.refused), candidate.step_s
+
+
+def _best_whole(evaluator: Evaluator) -> LayoutEvaluation | None:
+    """Return the best evaluation without split layers that fits and is allowed."""
+    found = (one for one in evaluator.evaluations.values() if not one.layout.split and not one.over_bytes)
+    return min((one for one in found if evaluator.allows(one.layout)), key=lambda one: one.rank, default=None)
+
+
+def _plainness(evaluation: LayoutEvaluation) -> tuple[bool, bool, int, int, float]:
     layout = evaluation.layout
-    return layout.late, layout.places, evaluation.case.actions, evaluation.simulation.step_s
+    return layout.late, layout.split, layout.places, evaluation.case.actions, evaluation.simulation.step_s
 
 
 def finished(problem: Problem, evaluation: LayoutEvaluation) -> Plan:
@@ -118,4 +160,4 @@ def notable(
         for label, evaluation in named.items()
     ]
     first, *others = found
-    return (first, *sorted(others, key=lambda one: (bool(one.shortfalls or one.refused), one.step_s)))
+    return (first, *sorted(others, key=_order))

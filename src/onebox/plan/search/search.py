@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from math import inf
 from random import Random
 
+from onebox.errors import PlanError
 from onebox.plan.evaluate.bounds import least_step
 from onebox.plan.evaluate.evaluator import Evaluator, LayoutEvaluation
 from onebox.plan.evaluate.infeasibility import infeasible_error
@@ -19,8 +20,9 @@ from onebox.plan.schedules.synthesis import auto_schedule
 from onebox.plan.search.baselines import even_cuts, nested, one_stage, shared_by_speed
 from onebox.plan.search.local_search import descend_cuts, local_search, perturb
 from onebox.plan.search.placement import placed
-from onebox.plan.search.result import NAMED_BIAS, SearchResult, finished, notable, simplest
+from onebox.plan.search.result import NAMED_BIAS, SearchResult, better_of, finished, notable, simplest
 from onebox.plan.search.seeds import PLAIN, every_layout, few, grouped, proposed, spread
+from onebox.plan.search.split_groups import every_split_layout, split_models, split_variants
 from onebox.plan_names import ASYNC
 
 EFFORT = 340_000
@@ -50,6 +52,10 @@ _SYNTHESIS_S = 0.4
 
 _SCHEDULED = 150
 """Effort of a search for each action of a layout, below which no schedule is synthesised for it."""
+
+_WHOLE, _WITH_GROUPS = 2 / 3, 1 / 2
+"""Part of the time of a search for plans of whole layers where layers may be split, too; and the effort of the search
+for these, as a part of that for whole layers."""
 
 _NESTED = 1 / 4
 """Part of effort and time for plans that leave devices idle."""
@@ -100,6 +106,9 @@ def search(
     restarts nearby. Fewer devices are searched where their bound allows a better plan. Finally, schedules are
     synthesised for the best layouts, and for those with the least bounds under one, if ``auto`` is allowed.
 
+    Where the problem has the costs of split layers, a second search, with half of the effort, has groups of devices
+    that split a stage in all of these; its plan is taken if it gains enough.
+
     Args:
         problem: Segments, values, devices, links, and what is allowed.
         budget_s: Maximum seconds. They are converted to simulated actions, with a margin, so that equal searches give
@@ -115,9 +124,37 @@ def search(
     Raises:
         PlanError: No tried plan fits the memory; the message names the missing memory and remedies.
     """
-    whole = Deadline(clock, clock() + budget_s)
+    deadline = Deadline(clock, clock() + budget_s)
     effort = round(EFFORT * budget_s) if effort is None else effort
-    evaluator = Evaluator(problem, effort=effort, expired=whole)
+    if not problem.splits:
+        return _search(problem, deadline, seed, effort)
+    whole: SearchResult | None = None
+    try:
+        whole = _search(replace(problem, splits={}), deadline.part(_WHOLE), seed, effort)
+    except PlanError as error:
+        refused = error
+    try:
+        # Stages whose layers are split keep their activations.
+        kept, less = replace(problem, policies=("keep",)), round(effort * _WITH_GROUPS)
+        split = _search(kept, deadline, seed, less, required=whole is None)
+    except PlanError:
+        if whole is None:
+            raise refused from None
+        return whole
+    return split if whole is None else better_of(whole, split)
+
+
+def _search(problem: Problem, whole: Deadline, seed: int, effort: int, *, required: bool = True) -> SearchResult:
+    """Search as :func:`search` does, with or without groups of devices that split layers.
+
+    Args:
+        problem: The problem.
+        whole: Ends the search.
+        seed: Seed of the random restarts.
+        effort: Actions to simulate.
+        required: Whether to go on past the time limit until a plan fits.
+    """
+    evaluator = Evaluator(problem, effort=effort, expired=whole, required=required)
     trivial = _look(evaluator, whole.part(_EXPLORED), seed)
     complete = not evaluator.spent
     evaluator.left = max(evaluator.left, 0) + round(effort * _FOR_POLICIES)
@@ -182,6 +219,8 @@ def _look(
     problem = evaluator.problem
     evaluator.expired = deadline
     plain = (*one_stage(evaluator.costs), *(even_cuts(evaluator.costs) if outermost else ()))
+    if problem.splits:
+        plain = (*plain, *split_models(evaluator))
     trivial = {label: _best(evaluator, layouts) for label, layouts in plain}
     if ASYNC in problem.schedules:
         for _, layouts in one_stage(evaluator.costs):
@@ -189,6 +228,8 @@ def _look(
     for numbers in nested(evaluator.costs, evaluator.near) if problem.replicable else ():
         _best(evaluator, shared_by_speed(evaluator.costs, numbers))
     groups = _groups(evaluator)
+    if problem.splits:
+        groups |= _bounds(evaluator, split_variants(evaluator, list(groups)))
     _simulate_likeliest(evaluator, groups)
     fewer = _fewer(evaluator, than_s)
     share = int(evaluator.left * _NESTED) if fewer else 0
@@ -197,6 +238,10 @@ def _look(
     evaluator.expired = deadline.part(1 - _NESTED) if fewer else deadline
     if few(problem):
         _simulate(evaluator, _bounds(evaluator, every_layout(problem)), evaluator.left // 2)
+        if problem.splits:
+            names = [name for name in PLAIN if name in problem.schedules]
+            split = every_split_layout(evaluator, tuple(range(len(problem.segments))), names)
+            _simulate(evaluator, _bounds(evaluator, split), evaluator.left // 2)
     _explore(evaluator, Random(seed), groups)
     evaluator.left += reserve
     evaluator.expired = deadline
@@ -354,7 +399,7 @@ def _first_of_each(layouts: Iterable[StageLayout], count: int) -> list[StageLayo
     """Return the first layouts that differ in devices or in the size of micro-batches."""
     found: dict[tuple[object, ...], StageLayout] = {}
     for layout in layouts:
-        found.setdefault((*(part.devices for part in layout.parts), layout.micro_batch), layout)
+        found.setdefault((*((part.devices, part.ranks) for part in layout.parts), layout.micro_batch), layout)
         if len(found) == count:
             break
     return list(found.values())
@@ -371,7 +416,8 @@ def _with_policies(evaluator: Evaluator, random: Random) -> dict[str, LayoutEval
         return {}
     if not any(evaluation.over_bytes for evaluation in evaluator.evaluations.values()) and evaluator.best is not None:
         return {}
-    endless = replace(problem, devices=tuple(replace(device, capacity_bytes=None) for device in problem.devices))
+    roomy = tuple(replace(device, capacity_bytes=None) for device in problem.devices)
+    endless = replace(problem, devices=roomy, splits={})  # stages whose layers are split keep their activations
     loose = Evaluator(endless, effort=evaluator.left // 2, expired=evaluator.expired, required=False)
     alone = [layout for _, layouts in one_stage(loose.costs) for layout in layouts]
     alone = [layout for layout in alone if evaluator.costs.may_hold(layout.parts[0].devices)]

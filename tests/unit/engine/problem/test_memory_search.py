@@ -9,11 +9,12 @@ import msgspec
 import pytest
 
 from onebox.engine.memory.forecast import MemoryForecast
-from onebox.engine.problem.memory_search import search_sharing
+from onebox.engine.problem.memory_search import search_sharing, search_within
 from onebox.errors import PlanError
 from onebox.plan import ASYNC, OptimizerStateLayout, Plan, predict
 from onebox.plan.model.problem import DeviceSpec, Problem
 from tests.unit.plan.problems import links, segment
+from tests.unit.plan.search.test_split_groups import large_layers
 
 STATE = 40 << 20
 
@@ -73,3 +74,12 @@ def test_versions_of_weights_go_together_with_it() -> None:
         predict(given, msgspec.structs.replace(plan, optimizer=kind))[0] for kind in get_args(OptimizerStateLayout)
     )
     assert max(shared.peak_bytes) < min(whole.peak_bytes)
+
+
+@pytest.mark.parametrize(("share", "split"), [(0.5, True), (0.81, False)])
+def test_split_layers_that_gain_little_are_not_reconsidered(share: float, split: bool) -> None:
+    given = large_layers()
+    part = replace(given.splits[2][0], forward_share=share, backward_share=share)
+    given = replace(given, splits={2: (part, part)}, schedules=("zb-h1",), replicable=False)
+    _, plan = search_within(given, exact(given), 5.0)  # type: ignore[arg-type]
+    assert plan.split is split

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from onebox.errors import UsageError
-from onebox.graph import ModelPrograms, NamedProgram, Port, TracedModel, model_programs
+from onebox.graph import ModelPrograms, NamedProgram, Phase, Port, TracedModel, model_programs
 from onebox.graph.capture.export import capture
 from onebox.graph.shard.placements import PARTIAL, REPLICATE, Placement, Shard
-from onebox.graph.shard.search import AllGather, AllReduce, Sharded, shard_tapes
+from onebox.graph.shard.search import AllGather, AllReduce, Sharded, shard_parts, shard_tapes
 from tests.models import Case, features
 from tests.unit.graph.ranks import compare, run_tape
 from tests.unit.graph.shard_models import ALL
@@ -115,6 +115,22 @@ def test_bytes_held_are_those_of_the_first_rank(name: str) -> None:
                 found[port] = spec.size_bytes
         mine = sum(size for port, size in found.items() if port.kind in ("parameter", "buffer", "value"))
         assert mine == held if held is not None else mine <= sharded.held_bytes
+
+
+@pytest.mark.parametrize("name", ["mlp", "cnn", "gpt2", "tied", "unet", "dropping"])
+def test_parts_are_split_as_the_whole_is(name: str) -> None:
+    model, (batch,) = ALL[name].model(), ALL[name].batches([SAMPLES])
+    model_of_batch = TracedModel(capture(model, ALL[name].loss, batch), backward=True)
+    whole, parts = model_of_batch.divide(None), model_of_batch.divide([[one] for one in model_of_batch.segments])
+    every = range(len(model_of_batch.segments))
+    phases = [*(Phase(n, "F") for n in every), *(Phase(n, "B") for n in reversed(every))]
+    tapes = [parts.phases[phase] for phase in phases if phase in parts.phases]
+    inputs = given(whole, model, batch) | given(parts, model, batch)
+    one = shard_tapes([whole.of(0, "F"), whole.of(0, "B")], 2)
+    found = shard_parts([whole.of(0, "F"), whole.of(0, "B")], tapes, 2)
+    assert split_parameters(found) == split_parameters(one)
+    assert found.wire_bytes == pytest.approx(one.wire_bytes, rel=0.15)
+    compare(tapes, found, inputs)
 
 
 def test_pairs_of_columns_and_rows_need_one_sum_each_way() -> None:
