@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import time
 from collections.abc import Callable
 from typing import Protocol, cast
@@ -77,6 +78,8 @@ class WorkerProgress:
         due, self._due = self._due, []
         for act in due:
             act()
+        if due:
+            os.sched_yield()  # others' devices end their work at the same time
         return self._awaited_ns or time.monotonic_ns()
 
     def awaited(self, at_ns: int) -> None:

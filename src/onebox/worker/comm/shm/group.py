@@ -140,7 +140,7 @@ class ShmGroup:
             return due_ns
         if not tensor.is_meta:
             return sender.post(peer, channel, place.block, place.whole, at_ns=due_ns)
-        self._progress.after_work(lambda: sender.post(peer, channel, None, place.whole, at_ns=due_ns))
+        self._progress.after_work(sender.prepare(peer, channel, None, place.whole, at_ns=due_ns))
         return due_ns
 
     def receive(self, spec: TensorSpec, peer: int, channel: int, rows: Sequence[int] = ()) -> Finish:
