@@ -121,6 +121,25 @@ def test_groups_of_sim_devices_hand_on_shapes_and_the_client_adds_nothing_up(poo
         pool.form_group((0, 1), "client")
 
 
+def test_a_value_travels_when_the_device_has_made_it_and_not_when_the_host_is_there(pool: Pool) -> None:
+    """The host, which runs ahead, has the tensor when the program begins."""
+    for worker in (0, 1):
+        prepare(pool, worker)
+    group = pool.form_group((0, 1), "workers")
+    made = Routine((Call(RELU, (1,), (3,)), Send(3, group, 1), Free((3,)), Call(RELU, (1,), (3,)), Free((3,))), 0)
+    read = Routine((Receive(3, SPEC, group, 0), Call(RELU, (3,), (4,)), Free((3, 4))), 0)
+    for worker, routine in enumerate((made, read)):
+        pool.post(worker, [Define(ROUTINE, routine)])
+    runs = [pool.post(worker, [Run(ROUTINE, trace=True)], answer=True) for worker in (0, 1)]
+    times = [list(zip(run.times_ns[::2], run.times_ns[1::2], strict=True)) for run in raise_first(runs)]
+    pool.leave_group(group, (0, 1))
+    (first, sent, _, second, _), (received, third, _) = times
+    assert first[1] <= sent[0] <= sent[1] <= received[1] <= third[0]
+    assert first[1] <= second[0]
+    lasts_ns = math.ceil(COST_S * 1e9)
+    assert [end - start for start, end in (first, second, third)] == [lasts_ns, lasts_ns, 2 * lasts_ns]
+
+
 def test_a_quota_is_that_of_a_device_with_so_much_memory() -> None:
     quota = 3 * SPEC.size_bytes + 100
     with open_pool("sim*2", memory=quota) as pool:

@@ -127,6 +127,10 @@ class ComputeDevice:
         """Return a new random number generator of this device."""
         return self.accelerator.new_generator(seed)
 
+    def begin(self, cost_s: float, progress: WorkerProgress) -> int:
+        """Return when work begins whose inputs are present, by ``time.monotonic_ns``; see :meth:`pace`."""
+        return time.monotonic_ns()
+
     def pace(self, start_ns: int, cost_s: float, progress: WorkerProgress) -> None:
         """Extend work to its modelled duration on this device; only an emulated one waits.
 

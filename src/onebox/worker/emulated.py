@@ -2,7 +2,9 @@
 
 Its tensors are on PyTorch's device ``meta``: they have an element type, a shape and a storage size, but no elements.
 Programs are checked, memory is counted and quotas apply as on a CPU, so that plans and the engine itself can be tested
-with a model that would not fit on this machine. Measurements on it are always labelled emulated.
+with a model that would not fit on this machine. Its host runs ahead of it, as of the accelerator that it stands for
+(see :class:`onebox.worker.progress.WorkerProgress`): what the host does while a program takes its time costs no time of
+the device. Measurements on it are always labelled emulated.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from onebox.worker.device import ComputeDevice, check_cost
 from onebox.worker.memory.host import HostMemory
 from onebox.worker.optimizer.native import KERNEL_OPTIONS, NativeOptimizer
 from onebox.worker.programs.interpreter import CompiledProgram, Seed
-from onebox.worker.progress import WorkerProgress, wait_until
+from onebox.worker.progress import WorkerProgress
 from onebox.worker.system.clock import wake_on_time
 
 PRODUCT = "computes nothing"
@@ -101,10 +103,14 @@ class EmulatedDevice(ComputeDevice):
     def seed(self, run: int, step: int, micro_batch: int, position: int) -> None:
         """Do nothing: no random number is drawn."""
 
+    def begin(self, cost_s: float, progress: WorkerProgress) -> int:
+        """Return when work begins; work that costs something waits for the end of earlier work."""
+        return progress.ready_ns() if cost_s else progress.now_ns()
+
     def pace(self, start_ns: int, cost_s: float, progress: WorkerProgress) -> None:
-        """Sleep until work with a given beginning and cost at speed 1 would be done."""
+        """Give the device work with a given beginning and cost at speed 1, ahead of which the host runs."""
         if cost_s:
-            wait_until(start_ns + math.ceil(cost_s / self.speed * 1e9), progress)
+            progress.work(start_ns + math.ceil(cost_s / self.speed * 1e9))
 
     def retime(self, speed: float) -> None:
         """Change the speed."""

@@ -19,10 +19,10 @@ from onebox.errors import UsageError, WireError
 from onebox.wire import Many, Operator, Program, SlotArgument, TensorSpec, spec_of, with_deaths
 from onebox.wire.protocol.groups import Retime
 from onebox.wire.protocol.instructions import Ask, Call, Free, Get, OptimizerStep, Options
-from onebox.wire.protocol.requests import Define, OptimizerSpec, Put, StoredProgram
+from onebox.wire.protocol.requests import Define, OptimizerSpec, Put, Routine, Run, StoredProgram
 from onebox.wire.protocol.responses import Digest, OptimizerState, Scalars, WorkerMemory
 from onebox.wire.protocol.snapshots import StateEntry
-from onebox.worker import emulated as module
+from onebox.worker import progress as module
 from onebox.worker.device import ComputeDevice
 from onebox.worker.emulated import MEMORY_BYTES, EmulatedDevice, EmulatedOptimizer, EmulatedProgram, wake_promptly
 from onebox.worker.memory.buffers import BufferStore, Poisoned
@@ -50,7 +50,7 @@ def rig() -> Rig:
 def slept(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Until when it was to sleep; it does not."""
     until_ns: list[int] = []
-    monkeypatch.setattr(module, "wait_until", lambda end_ns, progress: until_ns.append(end_ns))
+    monkeypatch.setattr(module, "sleep_until", until_ns.append)
     return until_ns
 
 
@@ -59,8 +59,10 @@ def slept(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.mark.parametrize(("speed", "lasts_ns"), [(1.0, 2_000_000_000), (0.5, 4_000_000_000), (4.0, 500_000_000)])
 def test_work_lasts_what_it_costs_at_the_devices_speed(slept: list[int], speed: float, lasts_ns: int) -> None:
-    EmulatedDevice(speed).pace(1_000, 2.0, WorkerProgress())
-    assert slept == [1_000 + lasts_ns]
+    progress, start_ns = WorkerProgress(), time.monotonic_ns()
+    EmulatedDevice(speed).pace(start_ns, 2.0, progress)
+    progress.settle()
+    assert slept == [start_ns + lasts_ns]
 
 
 def test_calls_and_steps_of_an_optimizer_sleep_and_nothing_else_does(slept: list[int], rig: Rig) -> None:
@@ -74,6 +76,38 @@ def test_calls_and_steps_of_an_optimizer_sleep_and_nothing_else_does(slept: list
     rig.do(OptimizerStep(102, (2,)), OptimizerStep(102, (2,)))
     assert len(slept) == 3
     assert 0.2e9 < slept[1] - slept[0] < 10e9
+
+
+def test_the_host_runs_ahead_up_to_the_next_program_and_the_next_answer(slept: list[int], rig: Rig) -> None:
+    """What follows a program is done while it takes its time, and takes place at its end."""
+    rig.do(Define(101, StoredProgram(RELU, 10.0)))
+    steps = (Call(101, (1,), (2,)), Call(100, (2,), (3,)), Free((2,)), Call(101, (3,), (4,)), Ask("scalars", ()))
+    rig.do(Define(102, Routine(steps, 0)))
+    there: list[list[bool]] = []
+    sleep = slept.append
+
+    def look(end_ns: int) -> None:
+        there.append([number in rig.machine.store for number in (2, 3, 4)])
+        sleep(end_ns)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "sleep_until", look)
+        rig.do(Run(102, trace=True))
+    assert there == [[False, True, False], [False, True, True]]
+    first, second, freed, third, _ = zip(rig.times_ns[::2], rig.times_ns[1::2], strict=True)
+    assert first[1] - first[0] == third[1] - third[0] == 10_000_000_000
+    assert {*second, *freed, third[0]} == {first[1]}
+    assert slept == [first[1], third[1]]
+
+
+def test_what_fails_fails_at_the_end_of_the_work_before_it(slept: list[int], rig: Rig) -> None:
+    rig.do(Define(101, StoredProgram(RELU, 1.0)))
+    done: list[int] = []
+    rig.do(Define(102, Routine((Call(101, (1,), (2,)), Call(100, (99,), (3,))), 0)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rig.machine, "_report", lambda failure: done.append(len(slept)))
+        rig.do(Run(102))
+    assert done == [1]
 
 
 @pytest.mark.parametrize("speed", [0.0, -1.0, math.inf, math.nan])

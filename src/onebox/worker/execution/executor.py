@@ -73,6 +73,9 @@ Report = Callable[[WorkerFailure], None]
 _ANSWERED = frozenset({Get, Ask, Perform, Snapshot, Read, Lay, Remembered})
 """Instructions with awaited replies; if there can be none, the failure is the reply."""
 
+_AHEAD = frozenset({Call, Send, Receive, Free, Rename, OptimizerStep})
+"""Instructions that the host executes ahead of an emulated device; before any other the device's work ends."""
+
 
 class Executor:
     """Executes instructions.
@@ -148,6 +151,7 @@ class Executor:
             number: The message's number.
             results: The results of its instructions.
         """
+        self.progress.settle()
         frames, trace, after = self.frames_out, self._trace, None
         self.frames_out, self._trace = [], Trace()
         accelerator = self._device.accelerator
@@ -190,6 +194,7 @@ class Executor:
 
     def close(self) -> None:
         """Leave all groups, and end pending work."""
+        self.progress.settle()
         self._groups.close()
         self._offloader.close()
         self._snapshots.close()
@@ -208,7 +213,7 @@ class Executor:
         self._run = run
         self._updates.begin(run, routine.steps, self._definitions)
         if not (run.trace and self._trace.enabled):
-            self._trace = Trace(self.store if run.trace else None, self._device.accelerator)
+            self._trace = Trace(self.store if run.trace else None, self._device.accelerator, self.progress.now_ns)
         trace = self._trace
         results: list[Outcome] = []
         nothing: Iterator[Any] = iter(())
@@ -248,6 +253,9 @@ class Executor:
         progress = self.progress
         progress.executed += 1
         progress.doing = type(instruction).__name__.lower()
+        progress.begin()
+        if type(instruction) not in _AHEAD:
+            progress.settle()
         try:
             self._faults.before(progress)
             results = self._handlers[type(instruction)](self, instruction, frames, resolve)
@@ -255,6 +263,7 @@ class Executor:
                 self._groups.check()  # after a wait for the device, which an interrupted operation ends with any values
             return results
         except Poisoned as error:
+            progress.settle()
             self._void(instruction, error.failure, resolve)
             if type(instruction) in _ANSWERED:
                 raise
@@ -262,6 +271,7 @@ class Executor:
         except DeviceFailed:
             raise
         except Exception as error:
+            progress.settle()
             require_device(self._device, error, progress.doing)
             failure = describe_failure(error, progress.doing, self._place)
             self._void(instruction, failure, resolve)
@@ -387,8 +397,8 @@ class Executor:
         inputs = store.many(numbers)
         if self._updates.versions:
             self._updates.versions.note(numbers, inputs, step)
-        self._trace.ready()
-        start_ns = time.monotonic_ns()
+        start_ns = device.begin(tape.cost_s, self.progress)
+        self._trace.ready(start_ns)
         need = tape.footprint(call.takes)
         try:
             store.reserve(need.peak_bytes)

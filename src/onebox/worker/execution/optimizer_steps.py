@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 
@@ -94,8 +93,9 @@ class OptimizerSteps:
         previous = [resolve(reference) for reference in step.previous]
         ahead = [resolve(reference) for reference in step.ahead]
         self._check(step, optimizer, chosen, previous, ahead)
-        trace.ready()
-        start_ns = time.monotonic_ns()
+        cost_s = optimizer.cost_of(chosen)
+        start_ns = self._device.begin(cost_s, self._progress)
+        trace.ready(start_ns)
         self._use_options(step, optimizer, run)
         self._before_update()
         before_bytes = optimizer.charged_bytes
@@ -114,7 +114,7 @@ class OptimizerSteps:
         self.versions.renewed(step.optimizer, chosen, [(n, self._store.get(n)) for n in numbers] if delays else ())
         if ahead:
             self.versions.renewed(step.optimizer, chosen, [(n, self._store.get(n)) for n in ahead])
-        self._device.pace(start_ns, optimizer.cost_of(chosen), self._progress)
+        self._device.pace(start_ns, cost_s, self._progress)
         return [*([] if found is None else [self._device.scalars([found])]), *([] if delays is None else [delays])]
 
     def overwrite(self, number: int, made: Tensor, definitions: Iterable[object]) -> None:

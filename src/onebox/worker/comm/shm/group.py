@@ -38,8 +38,8 @@ from onebox.worker.comm.shm.receiver import PendingReceive, ShmReceiver
 from onebox.worker.comm.shm.rendezvous import ShmPeers, note_speed, speed_in
 from onebox.worker.comm.shm.sender import BlockRegion, ShmSender, region_of
 from onebox.worker.memory.shared import SharedMemoryQuota
-from onebox.worker.progress import WorkerProgress
-from onebox.worker.system.clock import sleep_until, wake_on_time
+from onebox.worker.progress import WorkerProgress, wait_until
+from onebox.worker.system.clock import wake_on_time
 
 ROOM_S = 90.0
 """Longest wait for readers where there is no room for another message: longer than a reader may wait for its disk."""
@@ -122,7 +122,7 @@ class ShmGroup:
             WireError: It is not the next part.
         """
         sender = self._member(peer)
-        begin_ns = time.monotonic_ns()
+        begin_ns = self._progress.now_ns()
         spec = spec_of(tensor)
         place = region_of(spec, within, self._begun.pop((peer, channel), None))
         last = place.last
@@ -138,7 +138,10 @@ class ShmGroup:
             due_ns = self._emulated_links.send(self._links[peer], spec.size_bytes, begin_ns)
         if self._gpu_sender is not None or not last:
             return due_ns
-        return sender.post(peer, channel, place.block, place.whole, at_ns=due_ns)
+        if not tensor.is_meta:
+            return sender.post(peer, channel, place.block, place.whole, at_ns=due_ns)
+        self._progress.after_work(sender.prepare(peer, channel, None, place.whole, at_ns=due_ns))
+        return due_ns
 
     def receive(self, spec: TensorSpec, peer: int, channel: int, rows: Sequence[int] = ()) -> Finish:
         """Begin to receive a tensor from a rank; it arrives whole, in whatever parts it is sent."""
@@ -239,7 +242,7 @@ class ShmGroup:
             except BaseException:
                 expected.give_back()
                 raise
-            self._sleep_until(message.at_ns)
+            wait_until(message.at_ns, self._progress)
             return ReceivedTensor(made, message.at_ns)
 
         return finish
@@ -302,7 +305,7 @@ class ShmGroup:
                 self._time(order)
             finally:
                 collective.give_back()
-            self._sleep_until(max(message.at_ns for message in messages) if alone else collective.end_ns)
+            wait_until(max(message.at_ns for message in messages) if alone else collective.end_ns, self._progress)
             return ReceivedTensor(self._accelerator.to_device(made), time.monotonic_ns())
 
         return finish
@@ -333,9 +336,13 @@ class ShmGroup:
 
     def _wait(self, expected: PendingReceive) -> ShmMessage:
         message = expected.find()
-        if message is None:
-            with self._progress.wait():
-                message = expected.wait()
+        if message is not None:
+            self._progress.came(message.at_ns)
+            return message
+        since_ns = self._progress.settle() or time.monotonic_ns()
+        with self._progress.wait():
+            message = expected.wait()
+        self._progress.awaited(max(since_ns, message.at_ns))
         return message
 
     def _wait_for_room(self, begin_s: float) -> bool:
@@ -349,11 +356,6 @@ class ShmGroup:
     def _has_ended(self, rank: int) -> bool:
         """Return whether the process of a rank has ended, or does not share this one's memory."""
         return rank not in self._watches or self._watches[rank].ended()
-
-    def _sleep_until(self, end_ns: int) -> None:
-        if end_ns > time.monotonic_ns():
-            with self._progress.wait():
-                sleep_until(end_ns)
 
     def _watch(self, rank: int, begin_s: float) -> None:
         """Raise if an awaited rank can no longer send."""

@@ -31,7 +31,7 @@ SENT, RETURNED, CLOSED = 0, 8, 9  # words of a lane; the last two are written by
 FIRST_CELLS = 128  # offset in a lane: its first two cells
 CELL_BYTES = 256
 CHUNK_CELLS = 64
-NEXT_RETURNED = 8  # offset in a cell
+NEXT_RETURNED, AT = 8, 40  # offsets in a cell
 _FIELDS = 10
 DIMENSIONS = CELL_BYTES // 8 - _FIELDS
 """Most dimensions of a tensor."""

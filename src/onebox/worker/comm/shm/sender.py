@@ -16,6 +16,7 @@ from onebox.wire import TensorSpec
 from onebox.worker.comm.api import RowRange
 from onebox.worker.comm.shm.arena import ALIGN, Arena, MemoryBlock
 from onebox.worker.comm.shm.layout import (
+    AT,
     CELL_BYTES,
     CHUNK_CELLS,
     CLOSED,
@@ -193,21 +194,33 @@ class ShmSender:
             code: Purpose code for the reader.
             at_ns: Arrival time, if later than now.
         """
+        with self._lock:
+            return self.prepare(peer, channel, block, spec, code=code, at_ns=at_ns)()
+
+    def prepare(
+        self, peer: int, channel: int, block: MemoryBlock | None, spec: TensorSpec, *, code: int = 0, at_ns: int = 0
+    ) -> Callable[[], int]:
+        """Do all of :meth:`post` but what the reader sees; return the rest, to be called before the next message."""
         memory, lane, shape = self.memory, self._lanes[peer], spec.shape
         with self._lock:
             cell, lane.cell = lane.cell, self._cell()
             if block is not None:
                 block.readers += 1
             lane.held[cell] = block
-            at_ns = max(at_ns, time.monotonic_ns())
             offset = -1 if block is None else block.offset
             dtype = TYPE_CODES[spec.dtype]
             HEADERS[len(shape)].pack_into(
                 memory.map, cell, lane.cell, 0, channel, code, offset, at_ns, dtype, len(shape), 0, 0, *shape
             )
+
+        def send() -> int:
+            sent_ns = max(at_ns, time.monotonic_ns())
+            NUMBER.pack_into(memory.map, cell + AT, sent_ns)
             lane.sent += 1
             memory.publish(lane.word + SENT, lane.sent)
-        return at_ns
+            return sent_ns
+
+        return send
 
     def drop(self, block: MemoryBlock) -> None:
         """Record that a reader is done with a block."""
