@@ -15,7 +15,7 @@ from torch import nn
 import onebox
 from onebox.engine.planning import resolve_plan
 from onebox.engine.planning.make_plan import PlanningResult
-from onebox.engine.problem.corrections import keep_correction, kept_correction
+from onebox.engine.problem.corrections import AppliedCorrection, keep_correction, kept_correction
 from onebox.plan import ComputeTime, DeviceSpec, Links, Plan, Problem, Segment, SegmentValue, Stage, predict
 from onebox.plan.replan.profile_correction import ProfileCorrection, TimeFactors
 from onebox.pool import Pool, open_pool
@@ -62,7 +62,13 @@ def planned(given: Problem) -> PlanningResult:
     plan = Plan(stages=stages, micro_batch=MICRO_BATCH, schedule="1f1b")
     plan = msgspec.structs.replace(plan, predicted=predict(given, plan)[0])
     unknown = cast(Any, None)
-    return PlanningResult(plan=plan, result=unknown, problem=given, profile=unknown, correction="a profile")
+    return PlanningResult(
+        plan=plan,
+        result=unknown,
+        problem=given,
+        profile=unknown,
+        correction=AppliedCorrection(key="a profile", factors=TimeFactors()),
+    )
 
 
 def trainer(pool: Pool, plan: Any, **options: Any) -> onebox.Trainer:
@@ -102,7 +108,7 @@ def test_a_device_that_is_slower_than_planned_is_found_in_the_first_steps(
             run(opened, 1)
             assert opened.profile_correction is found
         assert kept_correction("a profile") == TimeFactors(), "emulated devices take what is predicted for them"
-        monkeypatch.setattr(resolve_plan, "_corrected", lambda pool, profile: profile)
+        monkeypatch.setattr(resolve_plan, "_correctable", lambda pool, correction: correction)
         with trainer(sims, made) as opened:
             assert kept_correction("a profile") == TimeFactors()
             kept = correction(opened).factors
@@ -146,15 +152,20 @@ def test_a_later_plan_is_made_from_the_corrected_profile_until_it_is_measured_ag
         )
 
     before = made()
+    assert before.correction is not None
+    assert resolve_plan._correctable(pools(2), before.correction) is before.correction
+    assert resolve_plan._correctable(pools(1), before.correction) is None, "of other devices"
     keep_correction(before.correction, TimeFactors(devices={1: 4.0}))
-    keep_correction(before.correction, TimeFactors(devices={1: 2.0}, segments={"model.0": (2.0, 1.0, 1.0)}))
+    corrected = made().correction
+    assert corrected == replace(before.correction, factors=TimeFactors(devices={1: 4.0}))
+    keep_correction(corrected, TimeFactors(devices={1: 2.0}, segments={"model.0": (2.0, 1.0, 1.0)}))
     after = made()
-    assert after.correction == before.correction
     assert after.problem.device[1].speed == before.problem.device[1].speed / 8
     assert after.problem.device[0].speed == before.problem.device[0].speed
     for place, factor in enumerate((2.0, 1.0, 1.0)):
         old, new = (each.problem.segments[place].forward_s["cpu"] for each in (before, after))
         assert new.at(4) == pytest.approx(factor * old.at(4))
     fresh = made(fresh=True)
-    assert fresh.correction != before.correction
+    assert fresh.correction is not None
+    assert fresh.correction.key != before.correction.key
     assert fresh.problem.device[1].speed == before.problem.device[1].speed

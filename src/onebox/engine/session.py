@@ -26,7 +26,7 @@ from onebox.engine.install.deferred_replies import DeferredReplies
 from onebox.engine.install.installed_plan import InstalledPlan, InstallInputs
 from onebox.engine.memory.initial_contents import BytesBeside, no_bytes_beside
 from onebox.engine.memory.simulator import InitialContents
-from onebox.engine.problem.corrections import keep_correction
+from onebox.engine.problem.corrections import AppliedCorrection, keep_correction
 from onebox.engine.problem.planner_problem import ResolvedPlan
 from onebox.engine.recovery.manager import RecoveryManager
 from onebox.engine.recovery.replan import ReplanWorkload, enlarged_plan, out_of_devices, replan_devices
@@ -134,8 +134,8 @@ class TrainingSession:
         self.adaptive = self._adaptive_controller(pool) if adaptive else None
         compared = compare and settings.trace and not adaptive and not settings.overlap
         self.first_steps = self._first_steps(pool) if compared else None
-        self._profile = ""
-        """Key of the correction of the profile that the plan was made from; empty if it is not known."""
+        self._correction: AppliedCorrection | None = None
+        """The correction of the profile that the plan was made with, if it is known."""
         self._resolve_plan = resolve_plan
         self._next_plan: Plan | None = None
         """The plan that is to be installed; none before it is resolved."""
@@ -180,8 +180,8 @@ class TrainingSession:
 
     def _first_steps(self, pool: Pool) -> FirstSteps:
         def keep(factors: TimeFactors) -> None:
-            if self._profile:
-                keep_correction(self._profile, factors)
+            if self._correction is not None:
+                keep_correction(self._correction, factors)
 
         return FirstSteps(lambda: self._problem, functools.partial(step_context, pool=pool), keep)
 
@@ -565,7 +565,7 @@ class TrainingSession:
             OneboxError: The plan cannot take over, and the previous one stays; or the run cannot recover from a loss.
         """
         plan, ready = resolved.plan, self._ready
-        self._problem, self._profile = self._given or resolved.problem, resolved.profile
+        self._problem, self._correction = self._given or resolved.problem, resolved.correction
         if ready is None:
             self._next_plan = plan
         elif plan != ready.plan:
@@ -675,7 +675,7 @@ class TrainingSession:
             plan = self._next_plan
             if plan is None:
                 resolved = self._resolve_plan(self.captures, batch)
-                plan, self._profile = resolved.plan, resolved.profile
+                plan, self._correction = resolved.plan, resolved.correction
                 self._problem = self._given or resolved.problem
             installed = InstalledPlan(plan, batch, self._inputs, strict=True, steps=steps)
             self.uploads.use(installed)

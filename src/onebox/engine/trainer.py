@@ -226,7 +226,7 @@ class Trainer:
         request = PlanRequest(
             plan=given[0],
             problem=made.problem if made else None,
-            profile=made.correction if made else "",
+            correction=made.correction if made else None,
             stale=stale,
             lossy=self.lossy,
             overlap=engine.overlap,

@@ -21,7 +21,12 @@ from onebox.engine.memory.forecast import MemoryForecast, TrainingJob
 from onebox.engine.partition.elementwise import by_element
 from onebox.engine.planning.profile import profile_model
 from onebox.engine.planning.training_modes import IslandsPlanning, plan_islands, training_modes
-from onebox.engine.problem.corrections import correction_key, kept_correction
+from onebox.engine.problem.corrections import (
+    AppliedCorrection,
+    correction_key,
+    described_devices,
+    kept_correction,
+)
 from onebox.engine.problem.memory_search import search_sharing, search_within, short_of_memory, with_peaks
 from onebox.engine.problem.planner_problem import allowed_sizes, make_problem, measured_sizes
 from onebox.engine.problem.split_costs import MOST_OPERATORS, split_costs, worthwhile_ranks
@@ -60,7 +65,7 @@ class PlanningResult:
         islands: The plans of islands, if they were asked for.
         modes: Exact, compressed and island training beside each other, as far as they were asked for.
         captures: The captured model, with which a trainer that has asked for the plan begins.
-        correction: Key under which corrections of the profile are kept.
+        correction: The correction of the profile by earlier runs; ``None`` if it is not known.
         interrupted: Whether Ctrl-C has ended the search.
     """
 
@@ -71,7 +76,7 @@ class PlanningResult:
     islands: IslandsPlanning | None = None
     modes: tuple[TrainingMode, ...] = ()
     captures: Captures | None = field(default=None, repr=False)
-    correction: str = field(default="", repr=False)
+    correction: AppliedCorrection | None = field(default=None, repr=False)
     interrupted: bool = False
 
     def figure(self, path: str | Path | None = None) -> Figure:
@@ -224,8 +229,9 @@ def make_plan(
         staleness=int(stale is not None),
         versions=2 + extra_copies(late),
     )
-    correction = correction_key(profile, pool.devices)
-    problem = kept_correction(correction).applied(problem)
+    key = correction_key(profile, pool.devices)
+    correction = AppliedCorrection(key=key, factors=kept_correction(key), devices=described_devices(pool.devices))
+    problem = correction.factors.applied(problem)
     if short_of_memory(problem):
         problem = with_host_speeds(problem, pool, fresh=fresh)
     if split_layers and by_element(optimizer):

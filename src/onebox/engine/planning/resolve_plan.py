@@ -14,6 +14,7 @@ from onebox.engine.planning.device_shares import resolve_device_shares
 from onebox.engine.planning.make_plan import PlanningResult, make_plan
 from onebox.engine.planning.partial_profile import PROFILING_S
 from onebox.engine.planning.profile import profile_model
+from onebox.engine.problem.corrections import AppliedCorrection, described_devices
 from onebox.engine.problem.planner_problem import ResolvedPlan
 from onebox.engine.problem.stage_formats import with_formats
 from onebox.engine.state.remote import RemoteState
@@ -55,7 +56,7 @@ class PlanRequest:
         split_layers: For ``auto``, whether devices may split layers.
         micro_batch: For ``auto``, the samples of a micro-batch; without it the planner's default sizes.
         problem: The problem that a given plan was made for, if it is known.
-        profile: Key of the correction of the profile that a given plan was made from; empty if it is not known.
+        correction: The correction of the profile that a given plan was made with; ``None`` if it is not known.
         by_default: Whether ``auto`` was chosen for want of a request: the choice is then logged with its reason, and
             the plan is data parallel where none can be found.
     """
@@ -67,7 +68,7 @@ class PlanRequest:
     split_layers: bool = True
     micro_batch: int | None = None
     problem: Problem | None = None
-    profile: str = ""
+    correction: AppliedCorrection | None = None
     by_default: bool = False
 
     def check(self, pool: Pool) -> None:
@@ -129,7 +130,7 @@ class PlanRequest:
             OneboxError: The model cannot be captured, does not fit, or a worker failed.
         """
         if isinstance(self.plan, Plan):
-            return ResolvedPlan(plan=self.plan, problem=self.problem, profile=_corrected(pool, self.profile))
+            return ResolvedPlan(plan=self.plan, problem=self.problem, correction=_correctable(pool, self.correction))
         asked = self.plan if isinstance(self.plan, DataParallel) else DataParallel(micro_batch=self.micro_batch)
         if self.plan == "auto" and not pool.gone:
             try:
@@ -184,12 +185,17 @@ class PlanRequest:
         if found.captures is not None:
             largest = max(part.size for part in found.plan.micro_batches(batch.size))
             captures.adopt(found.captures, batch, 2 * largest)  # twice, for the check of the loss
-        return ResolvedPlan(plan=found.plan, problem=found.problem, profile=_corrected(pool, found.correction))
+        return ResolvedPlan(plan=found.plan, problem=found.problem, correction=_correctable(pool, found.correction))
 
 
-def _corrected(pool: Pool, profile: str) -> str:
-    """Return the key of a profile that a run may correct; none on emulated devices, which take what is predicted."""
-    return "" if any(device.kind == "sim" for device in pool.devices) else profile
+def _correctable(pool: Pool, correction: AppliedCorrection | None) -> AppliedCorrection | None:
+    """Return the correction of a profile if a run may go on with it.
+
+    It may not if the profile is of another pool, nor on emulated devices, which take what is predicted.
+    """
+    if correction is None or correction.devices != described_devices(pool.devices):
+        return None
+    return None if any(device.kind == "sim" for device in pool.devices) else correction
 
 
 def default_plan(pool: Pool) -> DataParallel | Literal["auto"]:

@@ -11,6 +11,7 @@ from msgspec import Struct
 from onebox.cost import ACCELERATOR_BPS, key_of
 from onebox.cost.model_profile import ModelBytes, ModelProfile, SegmentTimes, Slowdown, SlowdownWindow
 from onebox.engine.config import numeric_instructions
+from onebox.engine.problem.corrections import AppliedCorrection
 from onebox.engine.problem.segment_bytes import model_bytes
 from onebox.engine.workload.batch import Batch
 from onebox.engine.workload.captures import Captures
@@ -40,12 +41,12 @@ class ResolvedPlan:
     Args:
         plan: The plan.
         problem: The planner's problem; ``None`` if the plan does not come from the planner.
-        profile: Key of the correction of the profile that it was made from; empty where that is not to be corrected.
+        correction: The correction of the profile that it was made with; ``None`` where no run is to go on with it.
     """
 
     plan: Plan
     problem: Problem | None = None
-    profile: str = ""
+    correction: AppliedCorrection | None = None
 
 
 class CachedTimes(Struct, frozen=True, forbid_unknown_fields=True):

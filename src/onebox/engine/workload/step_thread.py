@@ -10,8 +10,7 @@ import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout
+from concurrent.futures import Future, wait
 from typing import Any, TypeVar
 
 from onebox.errors import OneboxError
@@ -63,8 +62,7 @@ class StepThread:
         done: Future[_T] = Future()
         self._waiting.append((function, done))
         while not stopped.is_set():
-            with contextlib.suppress(FutureTimeout):
-                done.exception(_SLICE_S)
+            if wait([done], _SLICE_S).done:
                 return done.result()
         done.cancel()
         raise OneboxError("the run ended before its model was captured for another plan")
@@ -79,3 +77,6 @@ class StepThread:
                 done.set_result(function())
             except Exception as error:
                 done.set_exception(error)
+            except BaseException:
+                done.set_exception(OneboxError("the capture of the model for another plan was interrupted"))
+                raise

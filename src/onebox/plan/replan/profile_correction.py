@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -93,25 +93,29 @@ class TimeFactors(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         )
 
     def applied(self, problem: Problem) -> Problem:
-        """Return a corrected problem; what it does not contain is ignored.
+        """Return a corrected problem; what it does not contain is ignored, and what is beyond the limits of estimates,
+        as it may come from a file, is cut to them.
 
         Args:
             problem: The problem, with the times of a profile.
         """
-        load = {host: cores for host, cores in self.load.items() if host in problem.cores}
+        most = {host: _MOST_LOAD * cores for host, cores in problem.cores.items()}
+        load = {host: min(cores, most[host]) for host, cores in self.load.items() if host in most}
         slower = {
             host: profiled_crowding(problem, host, cores) / profiled_crowding(problem, host)
             for host, cores in load.items()
         }
 
         def device_of(device: DeviceSpec) -> DeviceSpec:
-            factor = self.devices.get(device.number, 1.0) * (slower.get(device.host, 1.0) if device.processor else 1.0)
+            factor = bounded(self.devices.get(device.number, 1.0)) * (
+                slower.get(device.host, 1.0) if device.processor else 1.0
+            )
             return replace(device, speed=device.speed / factor)
 
         def segment_of(segment: Segment) -> Segment:
             if segment.name not in self.segments:
                 return segment
-            forward, inputs, weights = self.segments[segment.name]
+            forward, inputs, weights = map(bounded, self.segments[segment.name])
             return replace(
                 segment,
                 forward_s=longer(segment.forward_s, forward),
@@ -264,7 +268,7 @@ def correct_profile(plan: Plan, steps: Sequence[TimedStep], problem: Problem | N
     if known.shared_host is not None and common > AGAIN:  # programs that never pause disturb the lower quartile, too
         devices = {number: factor / common for number, factor in devices.items()}
         ratios = {task: ratio / common for task, ratio in ratios.items()}
-    computing = _attributed(plan, known.names, ratios, devices)
+    computing = known.with_alike(_attributed(plan, known.names, ratios, devices), devices)
     factors = computing.then(TimeFactors(load=known.load(computing, measured_s)))
     expected = known.prediction(factors)
     return replace(
@@ -302,6 +306,27 @@ class _PlannedSteps:
         host = used[0].host
         full = sum(device.threads for device in used) >= self._problem.cores.get(host, math.inf)
         return host if full and all(device.host == host and device.processor for device in used) else None
+
+    def with_alike(self, computing: TimeFactors, measured: Collection[int]) -> TimeFactors:
+        """Return corrections in which devices without measurements are as quick as all measured ones of their kind.
+
+        A slow device says nothing about others, but if the measured ones are quicker than in the profile, others of
+        their type and host hardly differ from them.
+
+        Args:
+            computing: Corrections of devices and segments.
+            measured: The devices that were measured.
+        """
+        found, device = dict(computing.devices), self._problem.device
+        for other in self._problem.devices:
+            alike = [
+                computing.devices.get(number, 1.0)
+                for number in measured
+                if (device[number].type, device[number].host) == (other.type, other.host)
+            ]
+            if other.number not in measured and alike and max(alike) < 1 / PLAIN:
+                found[other.number] = max(alike)
+        return TimeFactors(devices=found, segments=computing.segments)
 
     def load(self, computing: TimeFactors, measured_s: float) -> dict[str, float]:
         """Return the load with which steps take as long as measured, where the workers leave no core of it free.

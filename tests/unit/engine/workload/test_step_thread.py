@@ -17,12 +17,12 @@ def served(steps: StepThread, asked: Future[int]) -> None:
         steps.serve()
 
 
-def called(steps: StepThread, stopped: threading.Event, fails: bool = False) -> int:
+def called(steps: StepThread, stopped: threading.Event, error: BaseException | None = None) -> int:
     """Ask for the number of the thread that makes the call."""
 
     def identify() -> int:
-        if fails:
-            raise CaptureError("cannot be captured")
+        if error is not None:
+            raise error
         return threading.get_ident()
 
     with steps.beside(stopped):
@@ -41,13 +41,24 @@ def test_a_call_of_a_thread_beside_the_steps_is_made_by_that_of_the_steps() -> N
         assert not other.submit(lambda: steps.elsewhere).result()
 
 
-def test_an_error_of_the_call_is_the_caller_s() -> None:
+@pytest.mark.parametrize("error", [CaptureError("cannot be captured"), TimeoutError("cannot be captured")])
+def test_an_error_of_the_call_is_the_caller_s(error: Exception) -> None:
     steps = StepThread()
     with ThreadPoolExecutor(1) as other:
-        asked = other.submit(called, steps, threading.Event(), fails=True)
+        asked = other.submit(called, steps, threading.Event(), error)
         served(steps, asked)
-        with pytest.raises(CaptureError, match="cannot be captured"):
-            asked.result()
+        with pytest.raises(type(error), match="cannot be captured"):
+            asked.result(10)
+
+
+def test_an_interrupted_call_ends_the_wait_for_it_too() -> None:
+    steps = StepThread()
+    with ThreadPoolExecutor(1) as other:
+        asked = other.submit(called, steps, threading.Event(), KeyboardInterrupt())
+        with pytest.raises(KeyboardInterrupt):
+            served(steps, asked)
+        with pytest.raises(OneboxError, match="was interrupted"):
+            asked.result(10)
 
 
 def test_a_call_that_nobody_makes_ends_when_its_thread_is_to_stop() -> None:

@@ -333,6 +333,26 @@ def test_what_a_problem_does_not_contain_is_ignored() -> None:
     )
 
 
+def test_devices_that_a_plan_leaves_out_are_as_quick_as_all_of_their_kind_but_not_as_slow() -> None:
+    problem = machine(hosts="hhg")
+    plan = planned(problem, staged(0))
+    quick, slow = (
+        correct_profile(plan, run(slowed(problem, {0: factor}), plan), problem).factors for factor in (0.5, 2.0)
+    )
+    assert quick is not None
+    assert quick.devices == pytest.approx({0: 0.5, 1: 0.5})
+    assert slow is not None
+    assert slow.devices == pytest.approx({0: 2.0})
+
+
+def test_a_correction_beyond_all_limits_leaves_a_problem_that_can_be_planned() -> None:
+    problem = machine(cores=0.5)
+    factors = TimeFactors(devices={0: 1e300, 1: 1e-300}, segments={"a": (1e300, 1e-300, 1e300)}, load={"h": 1e308})
+    corrected = factors.applied(problem)
+    assert 1 < predict(corrected, staged(0, 1))[0].step_s < 1e9
+    assert corrected.load == {"h": 4.0}
+
+
 @pytest.mark.parametrize(
     "wrong", [{"devices": {0: 0.0}}, {"segments": {"a": (1.0, math.inf, 1.0)}}, {"load": {"h": -1.0}}, {"more": 1}]
 )
