@@ -51,6 +51,9 @@ _LITTLE = 0.01
 _MOST_LOAD = 8.0
 """Most cores that other programs are estimated to want, relative to those that there are."""
 
+_SAME_LOAD = 0.05
+"""Difference of loads, in cores, up to which they count as equal."""
+
 _CLOSE = 2e-3
 """Relative difference at which the search for the load ends."""
 
@@ -269,7 +272,7 @@ def correct_profile(plan: Plan, steps: Sequence[TimedStep], problem: Problem | N
         devices = {number: factor / common for number, factor in devices.items()}
         ratios = {task: ratio / common for task, ratio in ratios.items()}
     computing = known.with_alike(_attributed(plan, known.names, ratios, devices), devices)
-    factors = computing.then(TimeFactors(load=known.load(computing, measured_s)))
+    factors = computing.then(TimeFactors(load=known.load(computing, measured_s, steps)))
     expected = known.prediction(factors)
     return replace(
         found,
@@ -328,31 +331,54 @@ class _PlannedSteps:
                 found[other.number] = max(alike)
         return TimeFactors(devices=found, segments=computing.segments)
 
-    def load(self, computing: TimeFactors, measured_s: float) -> dict[str, float]:
-        """Return the load with which steps take as long as measured, where the workers leave no core of it free.
+    def load(self, computing: TimeFactors, measured_s: float, steps: Sequence[TimedStep]) -> dict[str, float]:
+        """Return the load with which steps take as long as measured, where the workers leave no core of it free and it is
+        not that of the problem.
+
+        It is at most that with which actions take as long as measured: what else makes steps longer is no program that
+        wants cores.
 
         Args:
             computing: Corrections of devices and segments.
             measured_s: Median of the steps.
+            steps: The steps.
         """
         host = self.shared_host
         if host is None:
             return {}
 
-        def step_s(load: float) -> float:
-            return self._simulated(computing.then(TimeFactors(load={host: load})))[1].step_s
+        def with_load(load: float) -> TimeFactors:
+            return computing.then(TimeFactors(load={host: load}))
 
+        def step_s(load: float) -> float:
+            return self._simulated(with_load(load))[1].step_s
+
+        def computed_s(load: float) -> float:
+            phases_s = action_times(self._work(with_load(load))[1])
+            return math.fsum(planned_seconds(phases_s, task, counts) * count for task, count in counts.items())
+
+        actions = steps[0].actions
+        counts = {task: len(actions[task]) for task in actions if task._replace(kind="F") in self.undisturbed_s}
+        took_s = statistics.median(
+            math.fsum(math.fsum(step.actions.get(task, ())) for task in counts) for step in steps
+        )
         cores = self._problem.cores[host]
-        return {host: _reached(step_s, measured_s, cores, _MOST_LOAD * cores)}
+        most = _reached(computed_s, took_s, cores, _MOST_LOAD * cores)
+        found = _reached(step_s, measured_s, min(cores, most), most)
+        return {host: found} if abs(found - self._problem.load.get(host, 0.0)) > _SAME_LOAD else {}
 
     def prediction(self, factors: TimeFactors) -> Prediction:
         """Return the prediction for a corrected problem."""
         work, simulation = self._simulated(factors)
         return prediction_of(self._plan, self._problem, work, simulation)
 
-    def _simulated(self, factors: TimeFactors) -> tuple[PlanWork, Simulation]:
+    def _work(self, factors: TimeFactors) -> tuple[Problem, PlanWork, list[float]]:
+        """Return the corrected problem, and the work of the plan in it with the sizes of its micro-batches."""
         problem = factors.applied(self._problem)
-        work, sizes = CostModel(problem).work(self._layout, self._parts)
+        return (problem, *CostModel(problem).work(self._layout, self._parts))
+
+    def _simulated(self, factors: TimeFactors) -> tuple[PlanWork, Simulation]:
+        problem, work, sizes = self._work(factors)
         plan, versions = self._plan, problem.versions
         return work, simulate_order(
             plan.schedule, self._order, self._routes, work, sizes, versions=versions, detail=False

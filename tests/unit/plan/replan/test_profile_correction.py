@@ -85,13 +85,17 @@ def run(
         plan: The plan.
         count: Number of steps.
         slower: Factors of whole steps that something disturbs, by number.
-        undisturbed: The machine at the moments at which no other program runs: every other action is as there.
+        undisturbed: The machine at the moments at which no other program runs: every other action is as there, and the
+            mean is that of the machine.
     """
     step_s, steps = predict(true, plan)[0].step_s, []
     whole, quick = (actions_of(each, plan) for each in (true, undisturbed or true))
     for step in range(count):
         factor = (slower or {}).get(step, 1.0)
-        actions = {task: [(quick if turn % 2 else whole)[task] * factor for turn in range(8)] for task in whole}
+        actions = {
+            task: [(quick[task] if turn % 2 else 2 * mean_s - quick[task]) * factor for turn in range(8)]
+            for task, mean_s in whole.items()
+        }
         steps.append(TimedStep(10 + step, step_s * factor, actions))
     return steps
 
@@ -221,6 +225,19 @@ def test_programs_that_never_pause_are_a_load_and_no_slow_devices(plan: Plan) ->
     found = correct_profile(alone, run(slowed(problem, {0: 2.0}), alone), problem)
     assert found.factors is not None
     assert found.factors.devices == pytest.approx({0: 2.0}), "beside a free core it is the device"
+
+
+@pytest.mark.parametrize("plan", [staged(0, 1), REPLICAS], ids=["stages", "replicas"])
+def test_steps_that_take_longer_than_their_actions_show_no_load(plan: Plan) -> None:
+    problem = machine(cores=2)
+    plan = planned(problem, plan)
+    steps = [step._replace(step_s=1.5 * step.step_s) for step in run(problem, plan)]
+    found = correct_profile(plan, steps, problem)
+    assert found.factors is not None
+    assert found.factors.load == {}
+    assert found.rest == pytest.approx(1.5, rel=0.01)
+    assert "other programs" not in found.line
+    assert "for another reason than computing" in found.line
 
 
 def test_a_load_does_not_follow_from_a_plan_that_leaves_a_core_free_or_uses_several_hosts() -> None:
