@@ -157,6 +157,19 @@ def test_a_split_that_gains_little_is_not_chosen(share: float, split: bool) -> N
     assert result.simulation.step_s == pytest.approx(best_s, rel=0.01) or not split
 
 
+@pytest.mark.parametrize("seed", [3, 25, 32])
+def test_a_split_plan_is_compared_with_the_best_one_of_whole_layers(seed: int) -> None:
+    problem = drawn(seed)
+    result = search(problem, budget_s=HOUR_S, effort=ENOUGH)
+    assert result.plan.split
+    whole = search(replace(problem, splits={}), budget_s=HOUR_S, effort=ENOUGH)
+    listed = {one.label: one for one in result.candidates}
+    assert len(listed) == len(result.candidates)
+    assert listed["best with whole layers"].plan == whole.plan
+    fitting = [one for one in result.candidates if not one.plan.split and not one.shortfalls and not one.refused]
+    assert min(one.step_s for one in fitting) <= whole.simulation.step_s
+
+
 @settings(max_examples=8, deadline=None)
 @given(st.integers(0, 2**32), st.randoms(use_true_random=False))
 def test_no_split_plan_beats_the_bounds(seed: int, random: Random) -> None:
