@@ -117,6 +117,18 @@ def test_a_segment_that_fits_no_device_is_split() -> None:
         search(replace(whole, splits={}), budget_s=HOUR_S, effort=ENOUGH)
 
 
+def test_where_nothing_fits_the_error_is_about_the_closest_plan() -> None:
+    problem = large_layers()
+    small = tuple(replace(one, capacity_bytes=399_000_000) for one in problem.devices)
+    tight = replace(problem, devices=small, policies=("keep",), schedules=("1f1b",))
+    with pytest.raises(PlanError, match="the closest has 1 stage, split over 2 devices, and micro-batches") as error:
+        search(tight, budget_s=HOUR_S, effort=5000)
+    with pytest.raises(PlanError) as whole:
+        search(replace(tight, splits={}), budget_s=HOUR_S, effort=5000)
+    assert error.value.missing_bytes and whole.value.missing_bytes
+    assert error.value.missing_bytes < whole.value.missing_bytes
+
+
 def evaluator_of(problem: Problem) -> Evaluator:
     return Evaluator(problem, effort=ENOUGH, expired=lambda: False)
 
