@@ -26,6 +26,7 @@ from onebox.plan import ASYNC, Plan
 from onebox.plan.model.problem import Problem
 from onebox.plan.model.stage import OFFLOADING_POLICIES
 from onebox.plan.search.baselines import DATA_PARALLEL
+from onebox.plan.search.result import rated_s
 from onebox.plan_names import ACTIVATION_POLICIES, LossyPart
 from onebox.pool import DeviceInfo, Pool
 from onebox.pool.devices import distinct_hosts
@@ -222,7 +223,7 @@ def cautious(found: PlanningResult, devices: Sequence[DeviceInfo]) -> PlanningRe
         return found
     near = [one for one in found.result.candidates if is_near(one.plan)]
     fitting = [one for one in near if not one.refused and not one.shortfalls]
-    best = min(fitting, key=lambda one: one.step_s, default=None)
+    best = min(fitting, key=lambda one: rated_s(one.plan), default=None)
     assert found.plan.predicted is not None
     if best is None or found.plan.predicted.step_s <= _WORTH_LINKS * best.step_s:
         return found

@@ -109,10 +109,11 @@ def split_costs(
         CaptureError: The model cannot be captured.
     """
     largest, *others = sorted(set(sizes), reverse=True)
-    models = {size: _Model(captures, batch, size) for size in (largest, *others[-1:])}
+    models = {largest: _Model(captures, batch, largest)}
     found: dict[int, tuple[SplitSegment, ...]] = {}
     if models[largest].operators > most_operators and not _is_needed(problem):
         return found
+    models |= {size: _Model(captures, batch, size) for size in others[-1:]}
     for count in ranks:
         if found and expired():
             break

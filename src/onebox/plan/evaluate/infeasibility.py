@@ -66,11 +66,17 @@ def infeasible_error(evaluator: Evaluator) -> PlanError:
     samples = closest.layout.micro_batch or max(part.size for part in closest.case.micro_batches)
     message = (
         f"no plan fits the memory of the devices: of {evaluator.simulated} that were tried, the closest has {count} "
-        f"stage{'s' * (count > 1)}{_policies(closest)} and micro-batches of {samples}, "
+        f"stage{'s' * (count > 1)}{_ranks(closest)}{_policies(closest)} and micro-batches of {samples}, "
         f"and {'; '.join(map(str, short))}. "
         f"What would help: {enough}{_smaller(problem, closest)}; or more devices{_total(problem)}"
     )
     return PlanError(message, stage=worst.stage, device=worst.device, missing_bytes=worst.missing_bytes)
+
+
+def _ranks(evaluation: LayoutEvaluation) -> str:
+    """Describe the number of devices over which a layout splits layers, at most."""
+    ranks = max(part.ranks for part in evaluation.layout.parts)
+    return f", split over {ranks} devices," if ranks > 1 else ""
 
 
 def _policies(evaluation: LayoutEvaluation) -> str:

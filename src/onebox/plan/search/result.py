@@ -93,7 +93,7 @@ def simplest(evaluator: Evaluator, best: LayoutEvaluation) -> LayoutEvaluation:
 
 
 def better_of(whole: SearchResult, split: SearchResult) -> SearchResult:
-    """Return the better result of two searches, with the candidates of both.
+    """Return the better result of two searches, with the candidates of both, the better one under each label.
 
     Args:
         whole: The result of a search for plans of whole layers.
@@ -101,12 +101,15 @@ def better_of(whole: SearchResult, split: SearchResult) -> SearchResult:
     """
     best, other = (split, whole) if rated_s(split.plan) < rated_s(whole.plan) else (whole, split)
     first, *candidates = best.candidates
-    known = {one.label for one in best.candidates}
-    candidates += [one for one in other.candidates if one.label not in known]
-    candidates.sort(key=_order)
+    second, *others = other.candidates
+    if second.plan.split != first.plan.split:
+        others.append(replace(second, label=f"best with {'split' if second.plan.split else 'whole'} layers"))
+    named: dict[str, PlanCandidate] = {}
+    for one in sorted([*candidates, *others], key=_order):
+        named.setdefault(one.label, one)
     return replace(
         best,
-        candidates=(first, *candidates),
+        candidates=(first, *named.values()),
         simulated=whole.simulated + split.simulated,
         complete=whole.complete and split.complete,
     )

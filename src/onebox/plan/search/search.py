@@ -137,9 +137,9 @@ def search(
         # Stages whose layers are split keep their activations.
         kept, less = replace(problem, policies=("keep",)), round(effort * _WITH_GROUPS)
         split = _search(kept, deadline, seed, less, required=whole is None)
-    except PlanError:
+    except PlanError as error:
         if whole is None:
-            raise refused from None
+            raise min(refused, error, key=lambda one: one.missing_bytes or 0) from None
         return whole
     return split if whole is None else better_of(whole, split)
 

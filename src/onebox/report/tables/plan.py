@@ -12,6 +12,7 @@ from onebox.cost import DeviceGroups
 from onebox.plan import Kind, Plan, PlanCandidate, Simulation, Stage
 from onebox.plan.evaluate.modes import TrainingMode
 from onebox.plan.model.stage import POLICY_WORDS
+from onebox.plan.search.result import SPLIT_WORTH
 from onebox.report.tables.comparison import IslandsComparison, PlanComparison, PredictedMeasured
 from onebox.report.tables.text import emulated_caption, marked, rate_text, share_text
 from onebox.sizes import bit_rate_text, size_text, time_text
@@ -42,14 +43,15 @@ def summary_line(plan: Plan) -> str:
 def noise_line(candidates: Sequence[PlanCandidate]) -> str:
     """Return a line about a chosen plan that gains less than the machine's times varied; empty if it gains more.
 
-    It is compared with the fastest plan of one stage, which needs no planner.
+    It is compared with the fastest plan of one stage and whole layers, which needs no planner.
 
     Args:
         candidates: The chosen plan, then those that it was compared with.
     """
     chosen = candidates[0].plan
-    trivial = [one for one in candidates if len(one.plan.stages) == 1 and not one.refused and not one.shortfalls]
-    if chosen.predicted is None or chosen.predicted.interval_s is None or len(chosen.stages) == 1 or not trivial:
+    fitting = [one for one in candidates if not one.refused and not one.shortfalls]
+    trivial = [one for one in fitting if _is_trivial(one.plan)]
+    if chosen.predicted is None or chosen.predicted.interval_s is None or _is_trivial(chosen) or not trivial:
         return ""
     other = min(trivial, key=lambda one: one.step_s)
     low_s, high_s = chosen.predicted.interval_s
@@ -61,6 +63,11 @@ def noise_line(candidates: Sequence[PlanCandidate]) -> str:
         f"too noisy to choose by: the times of a step vary by {time_text(high_s - low_s)}, and {other.label} takes "
         f"{longer}; end other programs and measure again with --fresh"
     )
+
+
+def _is_trivial(plan: Plan) -> bool:
+    """Return whether a plan is one stage of whole layers."""
+    return len(plan.stages) == 1 and not plan.split
 
 
 def stage_table(plan: Plan, names: Sequence[str], emulated: Collection[int] = ()) -> Table:
@@ -131,14 +138,15 @@ def candidate_table(candidates: Sequence[PlanCandidate]) -> Table:
     for heading in ("micro-\nbatch", "schedule", "step", ""):
         table.add_column(heading, justify="left" if heading == "schedule" else "right", no_wrap=True)
     table.add_column("why not", max_width=40)
-    best_s = candidates[0].step_s
+    best_s, whole = candidates[0].step_s, not candidates[0].plan.split
     for _, group in groupby(candidates, key=lambda one: (one.plan, one.refused, one.shortfalls)):
         same = list(group)
         one, label = same[0], "; ".join(each.label for each in same)
         ratio = "" if one is candidates[0] else f"× {one.step_s / best_s:.2f}"
-        reason = (
-            "" if one is candidates[0] else rejection_reason(one) or ("as quick" if one.step_s <= best_s else "slower")
-        )
+        beaten = "slower" if one.step_s > best_s else "as quick"
+        if one.plan.split and whole and one.step_s < best_s:
+            beaten = f"splits layers to gain less than {1 - SPLIT_WORTH:.0%}"
+        reason = "" if one is candidates[0] else rejection_reason(one) or beaten
         schedule = "-" if len(one.plan.stages) == 1 else one.plan.schedule
         size = "share" if one.plan.micro_batch is None else str(one.plan.micro_batch)
         cells = (label, _where(one.plan), size, schedule, time_text(one.step_s), ratio, reason)

@@ -10,7 +10,7 @@ import pytest
 
 from onebox.engine.planning.make_plan import PlanningResult
 from onebox.engine.planning.resolve_plan import cautious, default_plan, explain_choice
-from onebox.plan import DeviceSpec, Problem, search
+from onebox.plan import DeviceSpec, PlanCandidate, Problem, Stage, search
 from onebox.pool import DeviceInfo, Pool
 from onebox.pool.devices import distinct_hosts
 from onebox.trainer_options import DataParallel
@@ -91,3 +91,20 @@ def test_a_small_gain_is_not_worth_a_link(gain: float, used: tuple[int, ...]) ->
     chosen = replace(found, plan=msgspec.structs.replace(found.plan, predicted=predicted))
     assert cautious(chosen, pair).plan.devices == used
     assert cautious(chosen, devices(("red", "10.0.0.1"), ("red", "10.0.0.1"))).plan.devices == (0, 1)
+
+
+def test_a_split_plan_of_one_host_has_to_gain_enough_over_whole_layers() -> None:
+    hosts, found = devices(("red", "10.0.0.1"), ("red", "10.0.0.1"), ("green", "10.0.0.2")), planned(1e9)
+    assert found.plan.predicted is not None
+
+    def taking(step_s: float, *replicas: tuple[int, ...]) -> PlanCandidate:
+        assert found.plan.predicted is not None
+        stage = Stage(replicas=replicas, shares=(1.0,) * len(replicas))
+        predicted = msgspec.structs.replace(found.plan.predicted, step_s=step_s)
+        plan = msgspec.structs.replace(found.plan, stages=(stage,), micro_batch=1, predicted=predicted)
+        return PlanCandidate(label=str(replicas), plan=plan)
+
+    for split_s, replica in ((0.97, (0,)), (0.93, (0, 1))):
+        candidates = taking(0.92, (0,), (2,)), taking(split_s, (0, 1)), taking(1.0, (0,))
+        chosen = replace(found, plan=candidates[0].plan, result=replace(found.result, candidates=candidates))
+        assert cautious(chosen, hosts).plan.stages[0].replicas == (replica,)

@@ -117,6 +117,18 @@ def test_a_segment_that_fits_no_device_is_split() -> None:
         search(replace(whole, splits={}), budget_s=HOUR_S, effort=ENOUGH)
 
 
+def test_where_nothing_fits_the_error_is_about_the_closest_plan() -> None:
+    problem = large_layers()
+    small = tuple(replace(one, capacity_bytes=399_000_000) for one in problem.devices)
+    tight = replace(problem, devices=small, policies=("keep",), schedules=("1f1b",))
+    with pytest.raises(PlanError, match="the closest has 1 stage, split over 2 devices, and micro-batches") as error:
+        search(tight, budget_s=HOUR_S, effort=5000)
+    with pytest.raises(PlanError) as whole:
+        search(replace(tight, splits={}), budget_s=HOUR_S, effort=5000)
+    assert error.value.missing_bytes and whole.value.missing_bytes
+    assert error.value.missing_bytes < whole.value.missing_bytes
+
+
 def evaluator_of(problem: Problem) -> Evaluator:
     return Evaluator(problem, effort=ENOUGH, expired=lambda: False)
 
@@ -155,6 +167,19 @@ def test_a_split_that_gains_little_is_not_chosen(share: float, split: bool) -> N
     assert result.plan.split is split
     best_s = min(one.step_s for one in result.candidates if not one.refused)
     assert result.simulation.step_s == pytest.approx(best_s, rel=0.01) or not split
+
+
+@pytest.mark.parametrize("seed", [3, 25, 32])
+def test_a_split_plan_is_compared_with_the_best_one_of_whole_layers(seed: int) -> None:
+    problem = drawn(seed)
+    result = search(problem, budget_s=HOUR_S, effort=ENOUGH)
+    assert result.plan.split
+    whole = search(replace(problem, splits={}), budget_s=HOUR_S, effort=ENOUGH)
+    listed = {one.label: one for one in result.candidates}
+    assert len(listed) == len(result.candidates)
+    assert listed["best with whole layers"].plan == whole.plan
+    fitting = [one for one in result.candidates if not one.plan.split and not one.shortfalls and not one.refused]
+    assert min(one.step_s for one in fitting) <= whole.simulation.step_s
 
 
 @settings(max_examples=8, deadline=None)

@@ -146,6 +146,35 @@ def test_the_candidates_say_how_much_slower_and_why_not() -> None:
     assert rows[3][6] == "schedule gpipe is not allowed"
 
 
+def split_over_two(step_s: float) -> Plan:
+    """Return a plan of one stage that two devices split, with a prediction of its step."""
+    made = candidate("", Plan.data_parallel([0, 1], [1.0, 1.0], micro_batch=8)).plan
+    assert made.predicted is not None
+    stage = Stage(replicas=((0, 1),), shares=(1.0,))
+    return replace(made, stages=(stage,), predicted=replace(made.predicted, step_s=step_s))
+
+
+def test_a_split_plan_that_gains_too_little_is_not_called_as_quick() -> None:
+    best = candidate("the best found", plan("1f1b"))
+    split = PlanCandidate(label="layers split", plan=split_over_two(0.97 * best.step_s))
+    assert shown(candidate_table([best, split]))[1][5:] == ["× 0.97", "splits layers to gain less than 5%"]
+    slower = PlanCandidate(label="layers split", plan=split_over_two(1.5 * best.step_s))
+    assert shown(candidate_table([best, slower]))[1][6] == "slower"
+
+
+def test_a_split_plan_needs_a_planner_and_may_be_within_the_noise() -> None:
+    given = dataclasses.replace(problem(), spread={"cpu": (StepSpread(1.0, 0.5, 1.6),)})
+    whole = foreseen(Plan.data_parallel([0], [1.0], micro_batch=2), given)[0]
+    assert whole.predicted is not None
+    split = split_over_two(0.9 * whole.predicted.step_s)
+    assert split.predicted is not None
+    interval_s = 0.5 * whole.predicted.step_s, 1.5 * whole.predicted.step_s
+    noisy = replace(split, predicted=replace(split.predicted, interval_s=interval_s))
+    candidates = [PlanCandidate(label="split", plan=noisy), PlanCandidate(label="one", plan=whole)]
+    assert "one takes only" in noise_line(candidates)
+    assert not noise_line([candidates[0], candidates[0]]), "compared with plans of whole layers"
+
+
 def test_ways_to_train_stand_beside_each_other() -> None:
     groups = ((0, 1), (2,))
     modes = [
