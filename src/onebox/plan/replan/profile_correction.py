@@ -332,11 +332,10 @@ class _PlannedSteps:
         return TimeFactors(devices=found, segments=computing.segments)
 
     def load(self, computing: TimeFactors, measured_s: float, steps: Sequence[TimedStep]) -> dict[str, float]:
-        """Return the load with which steps take as long as measured, where the workers leave no core of it free; nothing
-        if it is that of the problem.
+        """Return the load with which steps take as long as measured, where the workers leave no core of it free.
 
-        It is at most that with which actions take as long as measured: what else makes steps longer is no program that
-        wants cores.
+        It is empty if that is the load of the problem. It is at most the load with which actions take as long as
+        measured: what else makes steps longer is no program that wants cores.
 
         Args:
             computing: Corrections of devices and segments.
