@@ -132,6 +132,7 @@ class CostModel:
             for ranks, split in problem.splits.items()
         }
         self._stages: dict[tuple[object, ...], StageWork] = {}
+        self._busy_hosts = any(problem.load.values()) or any(problem.preparing.values())
         self._delayed: dict[tuple[tuple[str, float], ...], Links] = {}
 
     def _lines_over(self, ranks: int) -> NDArray[np.float64]:
@@ -224,7 +225,7 @@ class CostModel:
         self._messages[key] = forward, backward
         return self._messages[key]
 
-    def collective_s(self, part: LayoutStage, samples: int) -> tuple[float, float]:
+    def collective_s(self, part: LayoutStage, samples: int, late_s: float = 0.0) -> tuple[float, float]:
         """Return the seconds of a stage's collectives among its ranks, in forward and in backward.
 
         A ring is as quick as its slowest link (see :mod:`onebox.cost.collectives`), and each collective is a call.
@@ -232,6 +233,7 @@ class CostModel:
         Args:
             part: The stage; of several replicas, the slowest counts.
             samples: Samples of a micro-batch.
+            late_s: Seconds in which a rank wakes up for a message.
         """
         if part.ranks == 1:
             return 0.0, 0.0
@@ -242,7 +244,7 @@ class CostModel:
             self._rings[key] = slowest
         latency_s, bps = self._rings[key]
         forward_s, backward_s = (
-            found.messages * latency_s
+            found.messages * (latency_s + late_s)
             + (found.fixed_bytes + found.sample_bytes * samples) / bps
             + found.calls * self.problem.call_s
             for found in self.messages(part.segments, part.ranks)
@@ -375,9 +377,9 @@ class CostModel:
     def _links(self, layout: StageLayout) -> Links:
         """Return the links with the time in which a worker of a busy host wakes up for a message."""
         problem = self.problem
-        if not any(problem.load.values()) and not any(problem.preparing.values()):
+        if not self._busy_hosts:
             return problem.links
-        delays_s = wake_up_delays(problem, {device for part in layout.parts for device in part.devices})
+        delays_s = self._delays_s(layout)
         key = tuple(sorted(delays_s.items()))
         if key not in self._delayed:
             late_s = {d.number: delays_s.get(d.host, 0.0) for d in problem.devices if d.processor}
@@ -387,6 +389,11 @@ class CostModel:
             }
             self._delayed[key] = replace(problem.links, latency_s=latency_s)
         return self._delayed[key]
+
+    def _delays_s(self, layout: StageLayout) -> dict[str, float]:
+        """Return by host the seconds in which a worker wakes up for a message; nothing where no other program runs."""
+        used = {device for part in layout.parts for device in part.devices}
+        return wake_up_delays(self.problem, used) if self._busy_hosts else {}
 
     def _stage(
         self,
@@ -400,9 +407,15 @@ class CostModel:
     ) -> StageWork:
         """Return the costs of a stage, once: neighbouring layouts have most stages in common.
 
-        ``coding_s`` is what its lossy messages take of its devices' time, forward and backward.
+        ``coding_s`` is what its lossy messages take of its devices' time, forward and backward; collectives of ranks are
+        added to it.
         """
         part, on_host = layout.parts[stage], (layout.update or self.problem.updates[0]) == "host"
+        if part.ranks > 1:
+            first = self.problem.device[part.devices[0]]  # all ranks are alike
+            late_s = self._delays_s(layout).get(first.host, 0.0) if first.processor else 0.0
+            exchange_s = self.collective_s(part, largest, late_s)
+            coding_s = coding_s[0] + exchange_s[0], coding_s[1] + exchange_s[1]
         tied, again = self._tied_s(layout, stage), self._again(layout, stage)
         one_each = None if layout.micro_batch is not None else tuple(part.size for part in micro_batches)
         key = (
@@ -414,9 +427,6 @@ class CostModel:
         by_type, sizes = self.seconds(part.segments, part.ranks), self.sizes(part.segments, part.ranks)
         streamed = self.streamed_bytes(part, on_host=on_host)
         sharing = len(part.shares) if self.problem.sharded else 1
-        if part.ranks > 1:
-            exchange_s = self.collective_s(part, largest)
-            coding_s = coding_s[0] + exchange_s[0], coding_s[1] + exchange_s[1]
         elsewhere = sizes.optimizer - -(-sizes.optimizer // sharing)
         times: list[dict[int, float]] = [{}, {}, {}, {}]
         for turn, number in enumerate(part.devices):

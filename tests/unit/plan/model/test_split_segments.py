@@ -10,6 +10,7 @@ import pytest
 from onebox.errors import UsageError
 from onebox.plan import Plan, Problem, Stage, predict, stage_work
 from onebox.plan.evaluate.traffic import gradient_traffic, rank_traffic, step_traffic, value_traffic
+from onebox.plan.model.crowding import wake_up_delays
 from onebox.plan.model.layout import LayoutStage, layout_of, plan_of
 from onebox.plan.model.problem import DeviceSpec, RankMessages, SegmentValue, SplitSegment
 from onebox.plan.replan.controller import ReplanController
@@ -69,6 +70,20 @@ def test_a_rank_has_its_part_of_the_work_and_waits_for_collectives() -> None:
     assert (stage.gradient_bytes, stage.state_bytes, stage.saved_bytes) == (1600, 6400, 4 * 150)
     whole = stage_work(problem(), Plan.data_parallel([0], [1.0], micro_batch=4)).stages[0]
     assert stage.update_s[0] == pytest.approx(whole.update_s[0] * (600 / 1000 * 4000 + 1000 / 2000 * 8000) / 12000)
+
+
+def test_ranks_wake_up_late_for_the_messages_of_collectives_beside_other_programs() -> None:
+    idle, given = replace(problem(), cores={"h": 2.0}), split((0, 1))
+    devices = tuple(replace(device, processor=True, threads=1.0) for device in idle.devices)
+    idle = replace(idle, devices=devices)
+    busy = replace(idle, load={"h": 1.0})
+    late_s = wake_up_delays(busy, (0, 1))["h"]
+    assert late_s > 0
+    (alone,), (beside,) = stage_work(idle, given).stages, stage_work(busy, given).stages
+    whole = Plan.data_parallel([0, 1], [1.0, 1.0], micro_batch=4)
+    slower = stage_work(busy, whole).stages[0].forward_s[0] / stage_work(idle, whole).stages[0].forward_s[0]
+    computing_s = alone.forward_s[0] - (1 + 2) * LATENCY_S - 4 * 1300 / BPS - 2 * CALL_S
+    assert beside.forward_s[0] - alone.forward_s[0] == pytest.approx((slower - 1) * computing_s + (1 + 2) * late_s)
 
 
 def test_what_ranks_hold_in_shares_is_gathered_at_the_ends_of_a_stage() -> None:
