@@ -407,8 +407,8 @@ class CostModel:
     ) -> StageWork:
         """Return the costs of a stage, once: neighbouring layouts have most stages in common.
 
-        ``coding_s`` is what its lossy messages take of its devices' time, forward and backward; collectives of its ranks
-        are added to it.
+        ``coding_s`` is what its lossy messages take of its devices' time, forward and backward; the collectives of its
+        ranks are added to it.
         """
         part, on_host = layout.parts[stage], (layout.update or self.problem.updates[0]) == "host"
         if part.ranks > 1:
