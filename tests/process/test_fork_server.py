@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -57,6 +59,24 @@ def fork_server() -> Iterator[ForkServerProcess]:
 def words() -> Iterator[IO[bytes]]:
     with tempfile.TemporaryFile() as file:
         yield file
+
+
+def test_a_fork_server_that_lacks_a_descriptor_for_its_socket_closes_its_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    files: list[IO[bytes]] = []
+    plain = tempfile.TemporaryFile
+
+    def opened(**options: Any) -> IO[bytes]:
+        files.append(plain(**options))
+        return files[-1]
+
+    def refused(*kind: Any) -> tuple[socket.socket, socket.socket]:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(fork_server_module.tempfile, "TemporaryFile", opened)
+    monkeypatch.setattr(fork_server_module.socket, "socketpair", refused)
+    with pytest.raises(OSError, match="open files"):
+        ForkServerProcess(worker_environment(1))
+    assert [file.closed for file in files] == [True]
 
 
 @contextlib.contextmanager

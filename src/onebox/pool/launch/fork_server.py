@@ -78,17 +78,15 @@ class _LaunchedServer(ForkServerClient):
     def __init__(
         self, start: Callable[[socket.socket, socket.socket, IO[bytes]], subprocess.Popen[bytes] | ForkedProcess]
     ) -> None:
-        self._words: IO[bytes] = tempfile.TemporaryFile(prefix="onebox-")  # noqa: SIM115 (closed by close)
         self._asked = False
-        channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        super().__init__(channel)
-        with theirs:
-            try:
+        with contextlib.ExitStack() as undo:
+            self._words: IO[bytes] = undo.enter_context(tempfile.TemporaryFile(prefix="onebox-"))
+            channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            undo.callback(channel.close)
+            with theirs:
+                super().__init__(channel)
                 self._process = start(channel, theirs, self._words)
-            except BaseException:
-                channel.close()
-                self._words.close()
-                raise
+            undo.pop_all()
 
     @property
     def pid(self) -> int:
