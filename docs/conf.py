@@ -25,7 +25,10 @@ nitpick_ignore_regex = [
 ]
 """Names of other projects: their inventories would have to be fetched from a network."""
 
-nitpick_ignore = [("py:class", "onebox.engine.workload.captures.Captures")]
+nitpick_ignore = [
+    ("py:class", "onebox.engine.workload.captures.Captures"),
+    ("py:class", "onebox.engine.problem.corrections.AppliedCorrection"),
+]
 """Types that nobody needs to know: their objects are handed on only."""
 
 myst_heading_anchors = 4
