@@ -71,15 +71,10 @@ class ComputeTime:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Segment:
-    """A part of the model that is never cut.
+class SegmentBytes:
+    """Memory of a segment on a device that holds it.
 
     Args:
-        name: Its name in plans.
-        forward_s: Time of forward, by type of device.
-        input_s: Time of the gradient of its inputs.
-        weight_s: Time of the gradients of its parameters.
-        update_s: Seconds of its optimizer step, by type of device; 0 for missing types.
         parameter_bytes: Its parameters, without tied ones (:class:`Tie`); equal to the gradients that replicas sum.
         state_bytes: Parameters, gradients, optimizer state and buffers: held always.
         optimizer_bytes: Of these, the optimizer's state, which may be on the host.
@@ -89,11 +84,6 @@ class Segment:
         backward_work_bytes: Needed beyond those while a gradient runs; for each sample.
     """
 
-    name: str
-    forward_s: Mapping[str, ComputeTime]
-    input_s: Mapping[str, ComputeTime]
-    weight_s: Mapping[str, ComputeTime]
-    update_s: Mapping[str, float]
     parameter_bytes: int = 0
     state_bytes: int = 0
     optimizer_bytes: int = 0
@@ -101,6 +91,25 @@ class Segment:
     late_bytes: int = 0
     forward_work_bytes: int = 0
     backward_work_bytes: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Segment(SegmentBytes):
+    """A part of the model that is never cut, with its memory on a device that holds all of it.
+
+    Args:
+        name: Its name in plans.
+        forward_s: Time of forward, by type of device.
+        input_s: Time of the gradient of its inputs.
+        weight_s: Time of the gradients of its parameters.
+        update_s: Seconds of its optimizer step, by type of device; 0 for missing types.
+    """
+
+    name: str
+    forward_s: Mapping[str, ComputeTime]
+    input_s: Mapping[str, ComputeTime]
+    weight_s: Mapping[str, ComputeTime]
+    update_s: Mapping[str, float]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,8 +170,8 @@ class RankMessages:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SplitSegment:
-    """A segment whose layers are split over ranks: the part of the first rank, which has the most.
+class SplitSegment(SegmentBytes):
+    """A segment whose layers are split over ranks: the part and the memory of the first rank, which has the most.
 
     Args:
         forward_share: Part of the seconds of forward that a rank has left; 1 where nothing is shared.
@@ -172,13 +181,6 @@ class SplitSegment:
         forward_end_bytes: Bytes for each sample of values that ranks hold in shares, and that are gathered where later
             segments are in another stage.
         backward_end_bytes: The same for gradients where earlier segments are.
-        parameter_bytes: As those of :class:`Segment`, of a rank; likewise the following.
-        state_bytes: Likewise.
-        optimizer_bytes: Likewise.
-        saved_bytes: Likewise, for each sample.
-        late_bytes: Likewise.
-        forward_work_bytes: Likewise.
-        backward_work_bytes: Likewise.
     """
 
     forward_share: float
@@ -187,13 +189,6 @@ class SplitSegment:
     backward: RankMessages = RankMessages()
     forward_end_bytes: int = 0
     backward_end_bytes: int = 0
-    parameter_bytes: int = 0
-    state_bytes: int = 0
-    optimizer_bytes: int = 0
-    saved_bytes: int = 0
-    late_bytes: int = 0
-    forward_work_bytes: int = 0
-    backward_work_bytes: int = 0
 
     def __post_init__(self) -> None:
         for share in (self.forward_share, self.backward_share):
