@@ -49,9 +49,15 @@ if {"onebox.worker.process.fork_server", "onebox.worker.process.zygote"} & {*sys
             print("probed", {name: refused(*call) for name, call in calls.items()}, file=sys.stderr, flush=True)
             super().serve()
 
+        def send_to_client(self, *message):
+            print("serving", file=sys.stderr, flush=True)
+            return super().send_to_client(*message)
+
     module.WorkerServer = Probe
 """
-"""Has workers print, before they serve, which errors they get where they try what they must not do."""
+"""Has workers print, before they serve, which errors they get where they try what they must not do, and, once all that
+serves is there, that they do.
+"""
 
 STATUS = (
     "Name",
@@ -73,10 +79,6 @@ STATUS = (
     "Seccomp_filters",
     "Cpus_allowed_list",
 )
-
-
-OPENED = re.compile("memfd|/proc/cpuinfo")
-"""Files that a worker has open for a moment as it begins to serve."""
 
 
 class Spawner:
@@ -106,7 +108,7 @@ def main() -> None:
         worker = WorkerProcess(place, config, account, Spawner(server))
         worker.ports()
         end_s = time.monotonic() + WAIT_S
-        while "probed" not in worker.last_words() or OPENED.search(str(state(worker.pid)["descriptors"])):
+        while "serving" not in worker.last_words():
             assert time.monotonic() < end_s
             time.sleep(0.01)
         found[name] = {"server": state(server.pid), "worker": state(worker.pid), "words": worker.last_words()}
