@@ -1,7 +1,8 @@
 """Confinement: a worker gives up unneeded rights before it processes any client message.
 
 It drops all privileges, starts no program and no process, writes no file, reads only files that Python, torch and the
-drivers need, connects to no port below 1024 and to no service of its machine, and neither signals, slows down nor
+drivers need, connects to no TCP port below 1024 (one that does not compute, on its client's machine, to none), nor to
+services of its machine, and neither signals, slows down nor
 limits other processes; a worker of a CPU changes no rights of files either. If a message exploits a hole in a library,
 its author is confined to the worker.
 :func:`confinement` describes the parts that this kernel does not support.
@@ -86,7 +87,7 @@ def confine(device: str, address: str, *, memory_bytes: int = 0, threads: int = 
         "core files": _attempt(lambda: resource.setrlimit(resource.RLIMIT_CORE, (0, 0))),
         "new privileges": _attempt(_no_new_privileges),
         "capabilities": _attempt(_drop_capabilities),
-        "files": _attempt(lambda: _enforce(gpu, address)),
+        "files": _attempt(lambda: _enforce(gpu, address, tcp=device != "sim" or not address.startswith("/"))),
         "system calls": _filter(lambda: seccomp.program(gpu=gpu, process=os.getpid())),
     }
 
@@ -140,7 +141,7 @@ def confinement() -> dict[str, str]:
         "capabilities": "on: none",
         "files": "on: workers write none, run none, and read only libraries and settings" if abi else none,
         "device files": _since(abi, 5, "commands only to those of GPUs", "6.10"),
-        "ports": _since(abi, _PORTS_SINCE, f"of TCP only from {PORTS.start} on; UDP is as it was", "6.7"),
+        "ports": _since(abi, _PORTS_SINCE, f"of TCP only from {PORTS.start} on, and for a sim on its client's machine none; UDP is as it was", "6.7"),
         "signals": _since(abi, 6, "none to processes outside", "6.12"),
         "system calls": _filtered(
             "those that start processes, or that inspect, signal or slow down others, fail; a CPU's worker changes no "
@@ -228,22 +229,26 @@ def limit_capabilities(kept: Sequence[int]) -> None:
 # ---- files and ports
 
 
-def _enforce(gpu: bool, address: str) -> None:
+def _enforce(gpu: bool, address: str, *, tcp: bool) -> None:
+    """Enforce what remains of files and ports; without ``tcp`` no port remains, which is the quickest: the kernel copies
+    all rules for each process.
+    """
     abi = landlock.version()
     if not abi:
         raise OSError("this kernel has no Landlock, or it is switched off")
     try:
-        _enforce_files(abi, gpu, address)
-        prepare()
-        for ports in _prepared:
-            ports.enforce()
+        _enforce_files(abi, gpu, address, tcp=tcp)
+        if tcp:
+            prepare()
+            for ports in _prepared:
+                ports.enforce()
     finally:
         while _prepared:  # an open one could be added to, and it is that of all forks
             _prepared.pop().close()
 
 
-def _enforce_files(abi: int, gpu: bool, address: str) -> None:
-    rules = landlock.Ruleset(abi)
+def _enforce_files(abi: int, gpu: bool, address: str, *, tcp: bool) -> None:
+    rules = landlock.Ruleset(abi, ports=not tcp and abi >= _PORTS_SINCE)
     if gpu:
         _libraries.cache_clear()  # those of the driver have been loaded since
     try:
@@ -273,7 +278,7 @@ def prepare() -> None:
     abi = landlock.version()
     _libraries()
     if abi >= _PORTS_SINCE and not _prepared:
-        ports = landlock.Ruleset(abi, only_ports=True)
+        ports = landlock.Ruleset(abi, files=False, ports=True)
         try:
             ports.allow_ports(PORTS)
         except OSError:

@@ -56,16 +56,17 @@ class Ruleset:
 
     Args:
         abi: The version to use, at least 1 and at most :func:`version`.
-        only_ports: Whether it covers ports only, which requires version 4.
+        files: Whether it covers files.
+        ports: Whether it covers TCP ports, which requires version 4.
 
     Raises:
         OSError: The kernel refuses to create it.
     """
 
-    def __init__(self, abi: int, *, only_ports: bool = False) -> None:
-        self.ports = only_ports
-        self.signals = abi >= 6 and not only_ports
-        self._handled = 0 if only_ports else handled_files(abi)
+    def __init__(self, abi: int, *, files: bool = True, ports: bool = False) -> None:
+        self.ports = ports
+        self.signals = abi >= 6 and files
+        self._handled = handled_files(abi) if files else 0
         attributes = struct.pack("=Q", self._handled)
         attributes += struct.pack("=Q", _BIND | _CONNECT if self.ports else 0) if abi >= 4 else b""
         attributes += struct.pack("=Q", _SCOPE_SIGNALS) if self.signals else b""

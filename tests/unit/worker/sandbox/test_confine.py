@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from onebox.worker.sandbox import confine, landlock, seccomp
+from tests import warm
 
 SCRIPT = """
 import ctypes, json, mmap, os, resource, socket, subprocess, sys, threading
@@ -177,23 +178,24 @@ def test_others_get_no_signal(found: dict[str, Any]) -> None:
     assert found["signal"] == errno.EPERM
 
 
+@pytest.mark.parametrize("tcp", [False, True])
 @pytest.mark.parametrize("fails", ["", "allow", "enforce", "close"])
-def test_no_prepared_rules_stay_open(fails: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_prepared_rules_stay_open(fails: str, tcp: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are those of all forks, one of which could add to them."""
     made: list[Rules] = []
 
     class Rules:
         """Stands in for Landlock's rules, of which the next call fails."""
 
-        def __init__(self, abi: int, *, only_ports: bool = False) -> None:
-            self.only_ports, self.closed = only_ports, False
+        def __init__(self, abi: int, *, files: bool = True, ports: bool = False) -> None:
+            self.files, self.ports, self.closed = files, ports, False
             made.append(self)
 
         def __getattr__(self, name: str) -> Any:
             def call(*given: Any) -> None:
                 if name == "close":
                     self.closed = True
-                if name == fails and not self.only_ports:
+                if name == fails and self.files:
                     raise OSError(errno.ENOMEM, "no memory")
 
             return call
@@ -203,9 +205,37 @@ def test_no_prepared_rules_stay_open(fails: str, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(confine, "_prepared", [])
     confine.prepare()
     with pytest.raises(OSError, match="no memory") if fails else contextlib.nullcontext():
-        confine._enforce(False, "127.0.0.1")
-    assert [rules.only_ports for rules in made] == [True, False] and all(rules.closed for rules in made)
+        confine._enforce(False, "127.0.0.1", tcp=tcp)
+    assert [(rules.files, rules.ports) for rules in made] == [(False, True), (True, not tcp)]
+    assert all(rules.closed for rules in made)
     assert not confine._prepared
+
+
+SIM = """
+import json, socket, sys
+from onebox.worker.sandbox.confine import confine
+
+listener = socket.create_server(("127.0.0.1", 0))
+confine(*sys.argv[1:])
+found = []
+for action in (socket.create_connection, socket.create_server):
+    try:
+        action(listener.getsockname() if action is socket.create_connection else ("127.0.0.1", 0)).close()
+        found.append(0)
+    except OSError as error:
+        found.append(error.errno)
+print(json.dumps(found))
+"""
+
+
+@needs(4)
+@pytest.mark.parametrize("address", ["127.0.0.1", "folder"])
+@pytest.mark.parametrize("device", ["cpu", "sim"])
+def test_only_a_sim_on_the_machine_of_its_client_has_no_tcp(device: str, address: str, tmp_path: Path) -> None:
+    line = [sys.executable, "-c", SIM, device, str(tmp_path) if address == "folder" else address]
+    done = subprocess.run(line, env=warm.single(), capture_output=True, text=True, timeout=500, check=False)
+    none = device == "sim" and address == "folder"
+    assert json.loads(done.stdout) == ([errno.EACCES] * 2 if none else [0, 0]), done.stderr
 
 
 @pytest.mark.skipif(not seccomp.supported(), reason="no filter of system calls here")
