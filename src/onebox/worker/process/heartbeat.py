@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
+import math
 import os
 import resource
 import sys
@@ -34,9 +35,6 @@ _BATCH = 16
 
 _IDLE_BPS = 256.0
 """More than the bytes per second of ZeroMQ's own heartbeats."""
-
-_FIRST_S = 0.02
-"""Interval until the client has connected; the pool opens only then."""
 
 _IDLE_SHARE = 0.04
 """Fraction of a core above which a thread counts as computing; the watcher itself uses less."""
@@ -165,26 +163,28 @@ class HeartbeatThread:
         assert zap is not None
         poller.register(zap, zmq.POLLIN)
         poller.register(self._bell, zmq.POLLIN)
-        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._socket, zmq.POLLIN | zmq.POLLOUT)  # the pool opens with the first heartbeat
         for source in (*self._owner_descriptors, *(watch.monitor for watch in self._watches)):
             poller.register(source, zmq.POLLIN)
         stall = StallDetector()
         next_s = time.monotonic()
         heard = False
         while True:
-            ready = dict(poller.poll(max(0, int((next_s - time.monotonic()) * 1000))))
+            ready = dict(poller.poll(max(0, math.ceil((next_s - time.monotonic()) * 1000))))
             if any(descriptor in ready for descriptor in self._owner_descriptors):
                 os._exit(0)
             if self._bell in ready:
                 break
             if zap in ready:
                 asyncio.run(self._authenticator.handle_zap_message(zap.recv_multipart()))
-            if self._socket in ready:
+            if ready.get(self._socket, 0) & zmq.POLLIN:
                 self._receive()
             self._check_connections(ready)
-            if time.monotonic() >= next_s:
-                heard = self._send_heartbeat(stall) or heard
-                next_s = time.monotonic() + (HEARTBEAT_S if heard else min(_FIRST_S, HEARTBEAT_S))
+            if time.monotonic() >= next_s or ready.get(self._socket, 0) & zmq.POLLOUT:
+                if self._send_heartbeat(stall) and not heard:
+                    heard = True
+                    poller.modify(self._socket, zmq.POLLIN)
+                next_s = time.monotonic() + HEARTBEAT_S
         self._authenticator.stop()
         for watch in self._watches:
             watch.close()
