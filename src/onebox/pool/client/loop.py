@@ -125,8 +125,7 @@ class ClientLoop:
     def connect(self, handle: WorkerHandle, server_key: str) -> Future[Hello]:
         """Connect to a worker, before :meth:`start`; the future holds its hello message, once all its sockets work."""
         connection = WorkerConnection(self._context, handle, self._keys, server_key, self._message_bytes)
-        self._connections[handle.place.worker] = connection
-        self._connected()
+        self._keep(connection)
         return connection.hello
 
     def start(self) -> None:
@@ -401,7 +400,8 @@ class ClientLoop:
 
     def _drop(self, worker: int, poller: SocketPoller) -> dict[int, tuple[int, ...]]:
         connection = self._connections.pop(worker)
-        self._connected()
+        self._resending = [each for each in self._resending if each is not connection]
+        self._hosted.pop(worker, None)
         connection.close(poller)
         self._liveness.forget(worker)
         own, domain = self._groups.of(worker), self._pending.domain
@@ -425,18 +425,20 @@ class ClientLoop:
             self._notify(self._groups.dissolve(group))
             self._end_relay(group)
 
-    def _connected(self) -> None:
-        self._resending = [connection for connection in self._connections.values() if connection.link.keeps]
-        handles = {worker: connection.handle for worker, connection in self._connections.items()}
-        self._hosted = {worker: handle for worker, handle in handles.items() if isinstance(handle, HostedWorker)}
-
     def _has(self, connection: WorkerConnection) -> bool:
         """Return whether a connection has not been dropped."""
         return self._connections.get(connection.place.worker) is connection
 
+    def _keep(self, connection: WorkerConnection) -> None:
+        worker, handle = connection.place.worker, connection.handle
+        self._connections[worker] = connection
+        if connection.link.keeps:
+            self._resending.append(connection)
+        if isinstance(handle, HostedWorker):
+            self._hosted[worker] = handle
+
     def _add(self, connection: WorkerConnection, poller: SocketPoller) -> None:
-        self._connections[connection.place.worker] = connection
-        self._connected()
+        self._keep(connection)
         connection.register(poller)
 
     def _patience_ms(self) -> int:
