@@ -103,8 +103,17 @@ def test_questions_to_sim_devices(pool: Pool) -> None:
 
 def test_a_group_of_devices_with_and_without_values_is_refused(pool: Pool) -> None:
     for via in ("workers", "client"):
-        with pytest.raises(UsageError, match="a group of cpu, sim devices"):
+        with pytest.raises(UsageError, match="a group of cpu and sim devices"):
             pool.form_group((0, 2), via)  # type: ignore[arg-type]
+
+
+def test_a_plan_for_devices_with_and_without_values_is_refused_and_those_of_one_kind_get_one(pool: Pool) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+    given = (model, nn.functional.mse_loss, torch.optim.SGD(model.parameters(), lr=0.1), X[:8, :8], X[:8, :8])
+    with pytest.raises(UsageError, match="a plan of cpu and sim devices"):
+        onebox.make_plan(*given, pool=pool)
+    found = onebox.make_plan(*given, pool=pool, among=(0, 1), budget_s=0.5)
+    assert {*found.plan.devices} <= {0, 1}
 
 
 def test_groups_of_sim_devices_hand_on_shapes_and_the_client_adds_nothing_up(pool: Pool) -> None:

@@ -10,7 +10,7 @@ from ipaddress import ip_address
 
 import torch
 
-from onebox.errors import PoolError
+from onebox.errors import PoolError, UsageError
 from onebox.pool.backends.base import WorkerHandle
 from onebox.pool.discovery import LOCAL_HOST
 from onebox.wire.protocol.requests import PROTOCOL
@@ -176,6 +176,24 @@ def nccl_ranks(members: Sequence[DeviceInfo], *, between_hosts: bool) -> tuple[t
         for rank in ranks.values() if len(ranks) > 1 else ():
             found[rank] = tuple(ranks.values())
     return tuple(found)
+
+
+def check_kinds(members: Sequence[DeviceInfo], whole: str) -> None:
+    """Raise an error for emulated devices together with others: they have no values that they could give to these.
+
+    Args:
+        members: The devices.
+        whole: Their common use, such as ``"a group"``, for the error.
+
+    Raises:
+        UsageError: Some, but not all are ``sim`` devices.
+    """
+    kinds = sorted({device.kind for device in members})
+    if "sim" in kinds and len(kinds) > 1:
+        raise UsageError(
+            f"{whole} of {' and '.join(kinds)} devices: sim devices have no values to give to others; let it be of sim "
+            "devices only, or of none"
+        )
 
 
 def explain_links(devices: Sequence[DeviceInfo], plain_links: bool) -> str:

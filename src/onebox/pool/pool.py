@@ -26,7 +26,7 @@ from onebox.pool.backends.base import HostedWorker, RestartableSource, WorkerHan
 from onebox.pool.client.connection import WorkerReply
 from onebox.pool.client.loop import ClientLoop
 from onebox.pool.core_usage import HostCores, host_cores
-from onebox.pool.devices import DeviceInfo, nccl_ranks, welcome
+from onebox.pool.devices import DeviceInfo, check_kinds, nccl_ranks, welcome
 from onebox.pool.discovery import LOCAL_HOST, cores
 from onebox.pool.errors import raise_first
 from onebox.pool.network.client_bandwidth import ClientBandwidth
@@ -306,19 +306,15 @@ class Pool:
         links = [outgoing(self.links, workers, rank) for rank in range(len(workers))]
         if via == "client" and any(links):
             raise UsageError("sums at the client do not go over the emulated links; let them go via workers")
-        kinds = {self.devices[worker].kind for worker in workers}
-        if "sim" in kinds and len(kinds) > 1:
-            raise UsageError(
-                f"a group of {', '.join(sorted(kinds))} devices: sim devices have no values to give to others; "
-                "let a group be of sim devices only, or of none"
-            )
-        if "sim" in kinds and via == "client":
+        check_kinds([self.devices[worker] for worker in workers], "a group")
+        emulated = any(self.devices[worker].kind == "sim" for worker in workers)
+        if via == "client" and emulated:
             raise UsageError("sim devices have no values that a client could add up; let their sums go via workers")
         sockets: Literal["gloo", "gloo-tls"] = "gloo-tls" if self.encrypts(workers) else "gloo"
         backend: Literal["gloo", "gloo-tls", "client"] = "client" if via == "client" else sockets
         by_nccl = via == "workers" and not aside and not tagged and not any(links)  # even if this client has no NCCL
         nccl = self.nccl_ranks(workers) if by_nccl else ((),) * len(workers)
-        shared = via == "workers" and (self.shared or "sim" in kinds or any(links))
+        shared = via == "workers" and (self.shared or emulated or any(links))
         addresses = [self.devices[worker].address for worker in workers]
         with self.order:
             self._client_loop.form(group, workers)

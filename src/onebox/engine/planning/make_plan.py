@@ -44,7 +44,7 @@ from onebox.plan.model.problem import DeviceSpec, Problem
 from onebox.plan.search.result import PlanCandidate, SearchResult
 from onebox.plan_names import ACTIVATION_POLICIES, ChainPolicy, GradientCodec, LossyPart, searchable_schedules
 from onebox.pool import DeviceInfo, Pool
-from onebox.pool.devices import host_uplinks
+from onebox.pool.devices import check_kinds, host_uplinks
 from onebox.sizes import Memory, parse_budgets
 from onebox.stop_signals import InterruptibleClock
 from onebox.trainer_options import Numerics, Outer, StaleGradients, checked_lossy
@@ -176,8 +176,8 @@ def make_plan(
 
     Raises:
         UsageError: The batch cannot be divided as asked, the optimizer does not support the correction, the budgets
-            do not match the devices, a time limit is negative, or islands overlap, leave a device out, or do not go
-            with another argument.
+            do not match the devices, some of these are emulated (``sim``) and others are not, a time limit is negative,
+            or islands overlap, leave a device out, or do not go with another argument.
         PlanError: Nothing fits.
         CaptureError: The model cannot be captured.
 
@@ -197,6 +197,7 @@ def make_plan(
     lossy, batch = checked_lossy(lossy), as_batch(inputs, targets)
     groups = _checked_islands(islands, outer, pool, alone=among is None and stale is None)
     chosen = tuple(range(len(pool)) if among is None else among)
+    check_kinds([pool.devices[device] for device in chosen], "a plan")
     allowed = allowed_sizes(batch.size, micro_batches)
     budgets = parse_budgets("memory", memory).of(len(pool))
     late = delays_of(optimizer, stale.correction if stale else "auto")

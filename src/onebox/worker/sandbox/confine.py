@@ -141,7 +141,7 @@ def confinement() -> dict[str, str]:
         "capabilities": "on: none",
         "files": "on: workers write none, run none, and read only libraries and settings" if abi else none,
         "device files": _since(abi, 5, "commands only to those of GPUs", "6.10"),
-        "ports": _since(abi, _PORTS_SINCE, f"of TCP only from {PORTS.start} on, and for a sim on its client's machine none; UDP is as it was", "6.7"),
+        "ports": _since(abi, _PORTS_SINCE, f"of TCP only from {PORTS.start} on; UDP is as it was", "6.7"),
         "signals": _since(abi, 6, "none to processes outside", "6.12"),
         "system calls": _filtered(
             "those that start processes, or that inspect, signal or slow down others, fail; a CPU's worker changes no "
@@ -230,8 +230,8 @@ def limit_capabilities(kept: Sequence[int]) -> None:
 
 
 def _enforce(gpu: bool, address: str, *, tcp: bool) -> None:
-    """Enforce what remains of files and ports; without ``tcp`` no port remains, which is the quickest: the kernel copies
-    all rules for each process.
+    """Enforce what remains of files and ports; without ``tcp`` no port does, which is quickest: the kernel copies all
+    rules for each process.
     """
     abi = landlock.version()
     if not abi:
