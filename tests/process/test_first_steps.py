@@ -158,7 +158,7 @@ def test_a_later_plan_is_made_from_the_corrected_profile_until_it_is_measured_ag
     keep_correction(before.correction, TimeFactors(devices={1: 4.0}))
     corrected = made().correction
     assert corrected == replace(before.correction, factors=TimeFactors(devices={1: 4.0}))
-    keep_correction(corrected, TimeFactors(devices={1: 2.0}, segments={"model.0": (2.0, 1.0, 1.0)}))
+    keep_correction(corrected, TimeFactors(devices={1: 2.0}, segments={"cpu": {"model.0": (2.0, 1.0, 1.0)}}))
     after = made()
     assert after.problem.device[1].speed == before.problem.device[1].speed / 8
     assert after.problem.device[0].speed == before.problem.device[0].speed

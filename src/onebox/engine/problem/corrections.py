@@ -103,7 +103,7 @@ def keep_correction(applied: AppliedCorrection, factors: TimeFactors, *, now_s: 
         _KeptCorrection(
             factors=TimeFactors(
                 devices={**kept.factors.devices, **new.devices},
-                segments={**kept.factors.segments, **new.segments},
+                segments=kept.factors.segments_with(new),
                 load={**kept.factors.load, **factors.load},
             ),
             devices_at_s={**kept.devices_at_s, **dict.fromkeys(factors.devices, now_s)},

@@ -317,9 +317,9 @@ def _times(segment: Segment) -> tuple[Mapping[str, ComputeTime], ...]:
     return segment.forward_s, segment.input_s, segment.weight_s
 
 
-def longer(times: Mapping[str, ComputeTime], factor: float) -> dict[str, ComputeTime]:
-    """Return times by type of device, each multiplied by a factor."""
-    return {kind: _longer(time, factor) for kind, time in times.items()}
+def longer(times: Mapping[str, ComputeTime], factor: float, *, of: str | None = None) -> dict[str, ComputeTime]:
+    """Return times by type of device, multiplied by a factor: all, or those of one type."""
+    return {kind: _longer(time, factor) if of in (None, kind) else time for kind, time in times.items()}
 
 
 def _longer(time: ComputeTime, factor: float) -> ComputeTime:

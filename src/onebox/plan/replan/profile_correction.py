@@ -12,6 +12,7 @@ import math
 import statistics
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import NamedTuple
 
 import msgspec
@@ -66,8 +67,8 @@ class TimeFactors(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
     Args:
         devices: Factors of the times of each device, by its number.
-        segments: Factors of the times of each segment on any device, by its name: forward, gradient of its inputs,
-            gradients of its parameters.
+        segments: By type of device and name of a segment, the factors of its times there: forward, gradient of its
+            inputs, gradients of its parameters.
         load: By name of a host, the cores that other programs want there now.
 
     Raises:
@@ -75,11 +76,12 @@ class TimeFactors(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """
 
     devices: dict[int, float] = {}
-    segments: dict[str, tuple[float, float, float]] = {}
+    segments: dict[str, dict[str, tuple[float, float, float]]] = {}
     load: dict[str, float] = {}
 
     def __post_init__(self) -> None:
-        factors = (*self.devices.values(), *(factor for each in self.segments.values() for factor in each))
+        phases = (factors for named in self.segments.values() for factors in named.values())
+        factors = (*self.devices.values(), *chain.from_iterable(phases))
         if not all(0 < factor < math.inf for factor in factors):
             raise ValueError(f"{self}: factors of times are positive and finite")
         if not all(0 <= cores < math.inf for cores in self.load.values()):
@@ -87,13 +89,21 @@ class TimeFactors(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
     def then(self, later: TimeFactors) -> TimeFactors:
         """Return this correction with a later one of the corrected problem."""
-        numbers, names = {**self.devices, **later.devices}, {**self.segments, **later.segments}
-        same = (1.0, 1.0, 1.0)
+        numbers = {**self.devices, **later.devices}
+        segments = self.segments_with(later)
+        for kind, named in self.segments.items():
+            for name in named.keys() & later.segments.get(kind, {}).keys():
+                segments[kind][name] = _product(named[name], later.segments[kind][name])
         return TimeFactors(
             devices={n: bounded(self.devices.get(n, 1.0) * later.devices.get(n, 1.0)) for n in numbers},
-            segments={name: _product(self.segments.get(name, same), later.segments.get(name, same)) for name in names},
+            segments=segments,
             load={**self.load, **later.load},
         )
+
+    def segments_with(self, other: TimeFactors) -> dict[str, dict[str, tuple[float, float, float]]]:
+        """Return the factors of segments of another correction and, where it has none, those of this one."""
+        kinds = {**self.segments, **other.segments}
+        return {kind: {**self.segments.get(kind, {}), **other.segments.get(kind, {})} for kind in kinds}
 
     def applied(self, problem: Problem) -> Problem:
         """Return a corrected problem; what it does not contain is ignored, and what is beyond the limits of estimates,
@@ -116,15 +126,16 @@ class TimeFactors(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
             return replace(device, speed=device.speed / factor)
 
         def segment_of(segment: Segment) -> Segment:
-            if segment.name not in self.segments:
-                return segment
-            forward, inputs, weights = map(bounded, self.segments[segment.name])
-            return replace(
-                segment,
-                forward_s=longer(segment.forward_s, forward),
-                input_s=longer(segment.input_s, inputs),
-                weight_s=longer(segment.weight_s, weights),
-            )
+            for kind, named in self.segments.items():
+                if segment.name in named:
+                    forward, inputs, weights = map(bounded, named[segment.name])
+                    segment = replace(
+                        segment,
+                        forward_s=longer(segment.forward_s, forward, of=kind),
+                        input_s=longer(segment.input_s, inputs, of=kind),
+                        weight_s=longer(segment.weight_s, weights, of=kind),
+                    )
+            return segment
 
         return replace(
             problem,
@@ -271,7 +282,7 @@ def correct_profile(plan: Plan, steps: Sequence[TimedStep], problem: Problem | N
     if known.shared_host is not None and common > AGAIN:  # programs that never pause disturb the lower quartile, too
         devices = {number: factor / common for number, factor in devices.items()}
         ratios = {task: ratio / common for task, ratio in ratios.items()}
-    computing = known.with_alike(_attributed(plan, known.names, ratios, devices), devices)
+    computing = known.with_alike(_attributed(plan, known.names, known.types, ratios, devices), devices)
     factors = computing.then(TimeFactors(load=known.load(computing, measured_s, steps)))
     expected = known.prediction(factors)
     return replace(
@@ -301,6 +312,11 @@ class _PlannedSteps:
         self._order = schedule_of(plan, self._routes, work, sizes)
         alone = TimeFactors(load=dict.fromkeys(problem.cores, 0.0)).applied(self._problem)
         self.undisturbed_s = action_times(CostModel(alone).work(self._layout, self._parts)[0])
+
+    @property
+    def types(self) -> dict[int, str]:
+        """The type of each device, by its number."""
+        return {device.number: device.type for device in self._problem.devices}
 
     @property
     def shared_host(self) -> str | None:
@@ -437,9 +453,13 @@ def _ratios(
 
 
 def _attributed(
-    plan: Plan, names: Sequence[Sequence[str]], ratios: Mapping[TimedTask, float], devices: Mapping[int, float]
+    plan: Plan,
+    names: Sequence[Sequence[str]],
+    types: Mapping[int, str],
+    ratios: Mapping[TimedTask, float],
+    devices: Mapping[int, float],
 ) -> TimeFactors:
-    """Attribute the factors of actions to devices and segments.
+    """Attribute the factors of actions to devices and, for each type of device, to segments.
 
     As in :class:`~onebox.plan.replan.estimates.RateEstimator` a device whose actions take a little longer is not a
     slow one, but computes segments that were measured wrongly, unless a replica of these takes as long as planned.
@@ -452,14 +472,14 @@ def _attributed(
             own[number] = factor
         elif not 1 / AGAIN < factor / usual < AGAIN:
             own[number] = factor / usual
-    kinds: dict[tuple[int, Kind], list[float]] = {}
+    found: dict[tuple[str, int, Kind], list[float]] = {}
     for task, ratio in ratios.items():
         for phase in phases_of(task, ratios):
-            kinds.setdefault((task.stage, phase), []).append(ratio / own.get(task.device, 1.0))
-    segments: dict[str, tuple[float, float, float]] = {}
-    for stage, own_names in enumerate(names):
-        found = [statistics.median(kinds.get((stage, phase), [1.0])) for phase in PHASES]
-        segments |= dict.fromkeys(own_names, (bounded(found[0]), bounded(found[1]), bounded(found[2])))
+            found.setdefault((types[task.device], task.stage, phase), []).append(ratio / own.get(task.device, 1.0))
+    segments: dict[str, dict[str, tuple[float, float, float]]] = {}
+    for kind, stage in dict.fromkeys((kind, stage) for kind, stage, _ in found):
+        forward, inputs, weights = (bounded(statistics.median(found.get((kind, stage, p), [1.0]))) for p in PHASES)
+        segments.setdefault(kind, {}).update(dict.fromkeys(names[stage], (forward, inputs, weights)))
     return TimeFactors(devices=own, segments=segments)
 
 

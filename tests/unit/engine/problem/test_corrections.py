@@ -42,11 +42,13 @@ def test_corrections_are_kept_one_upon_another() -> None:
 
 
 def test_runs_of_one_plan_do_not_correct_it_again_and_again() -> None:
-    keep(TimeFactors(devices={0: 3.0}, segments={"a": (2.0, 1.0, 1.0)}))
+    keep(TimeFactors(devices={0: 3.0}, segments={"cpu": {"a": (2.0, 1.0, 1.0)}}))
     first = kept()
     for _ in range(3):
-        keep(TimeFactors(devices={1: 2.0}, segments={"b": (2.0, 1.0, 1.0)}), onto=first)
-    assert kept() == TimeFactors(devices={0: 3.0, 1: 2.0}, segments={"a": (2.0, 1.0, 1.0), "b": (2.0, 1.0, 1.0)})
+        keep(TimeFactors(devices={1: 2.0}, segments={"cpu": {"b": (2.0, 1.0, 1.0)}}), onto=first)
+    assert kept() == TimeFactors(
+        devices={0: 3.0, 1: 2.0}, segments={"cpu": {"a": (2.0, 1.0, 1.0), "b": (2.0, 1.0, 1.0)}}
+    )
 
 
 def test_what_a_run_beside_has_found_of_other_devices_stays() -> None:
@@ -56,7 +58,7 @@ def test_what_a_run_beside_has_found_of_other_devices_stays() -> None:
 
 
 def test_a_load_holds_for_an_hour_a_device_for_a_day_and_segments_until_the_model_is_measured_again() -> None:
-    segments = {"a": (2.0, 1.0, 1.0)}
+    segments = {"cpu": {"a": (2.0, 1.0, 1.0)}}
     keep(TimeFactors(devices={1: 2.0}, segments=segments, load={"h": 0.5}))
     assert kept(LOAD_HOLDS_S).load == {"h": 0.5}
     assert kept(LOAD_HOLDS_S + 1) == TimeFactors(devices={1: 2.0}, segments=segments)

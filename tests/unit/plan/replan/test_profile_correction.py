@@ -157,18 +157,19 @@ def test_a_little_more_is_of_the_segments_and_moves_with_them_but_not_if_replica
     found = correct_profile(plan, run(slowed(problem, {1: 1.3}), plan), problem)
     assert found.factors is not None
     assert found.factors.devices == {}
-    assert found.factors.segments == {
+    assert found.factors.segments.keys() == {"cpu"}
+    assert found.factors.segments["cpu"] == {
         name: pytest.approx((f,) * 3) for name, f in zip("abcd", (1, 1, 1.3, 1.3), strict=True)
     }
     plan = planned(problem, REPLICAS)
     found = correct_profile(plan, run(slowed(problem, {1: 1.4}), plan), problem)
     assert found.factors is not None
     assert found.factors.devices == pytest.approx({1: 1.4}), "the other replica takes as long as planned"
-    assert found.factors.segments["a"] == pytest.approx((1.0,) * 3)
+    assert found.factors.segments["cpu"]["a"] == pytest.approx((1.0,) * 3)
     found = correct_profile(plan, run(slowed(problem, {0: 1.25, 1: 1.3}), plan), problem)
     assert found.factors is not None
     assert found.factors.devices == {}
-    assert found.factors.segments["a"] == pytest.approx((1.275,) * 3)
+    assert found.factors.segments["cpu"]["a"] == pytest.approx((1.275,) * 3)
 
 
 def test_the_kinds_of_action_have_their_own_factors() -> None:
@@ -183,7 +184,7 @@ def test_the_kinds_of_action_have_their_own_factors() -> None:
     ]
     found = correct_profile(plan, steps, problem)
     assert found.factors is not None
-    assert found.factors.segments["a"] == pytest.approx((1.3, 1.0, 1.0))
+    assert found.factors.segments["cpu"]["a"] == pytest.approx((1.3, 1.0, 1.0))
     assert found.stages[TimedTask(0, 0, "F")] == pytest.approx(1.3)
     assert found.rest > 1.1, "a step that takes longer than its actions waits for something else"
     assert "for another reason than computing" in found.line
@@ -329,10 +330,49 @@ def test_the_order_of_actions_of_a_table_is_kept() -> None:
     assert found.rest == pytest.approx(1.0, rel=0.05)
 
 
+def with_gpu(problem: Problem) -> Problem:
+    """Return a problem whose device 1 is of another type, which computes segments in half the time."""
+    segments = tuple(
+        replace(
+            segment,
+            **{
+                name: {**times, "cuda": ComputeTime(fixed_s=5e-4, sample_s=times["cpu"].sample_s / 2)}
+                for name in ("forward_s", "input_s", "weight_s")
+                for times in [getattr(segment, name)]
+            },
+            update_s={"cpu": 1e-3, "cuda": 1e-3},
+        )
+        for segment in problem.segments
+    )
+    first, second = problem.devices
+    return replace(problem, segments=segments, devices=(first, replace(second, type="cuda", processor=False)))
+
+
+def test_segments_are_corrected_for_the_type_of_device_that_computed_them() -> None:
+    problem = with_gpu(machine())
+    plan = planned(problem, staged(0, 1))
+    found = correct_profile(plan, run(slowed(problem, {0: 1.3}), plan), problem)
+    assert found.factors is not None
+    assert found.factors.segments == {
+        "cpu": {name: pytest.approx((1.3,) * 3) for name in "ab"},
+        "cuda": {name: pytest.approx((1.0,) * 3) for name in "cd"},
+    }
+    first, same = found.factors.applied(problem).segments[0], problem.segments[0]
+    assert first.forward_s["cpu"].sample_s == pytest.approx(1.3 * same.forward_s["cpu"].sample_s)
+    assert first.forward_s["cuda"] == same.forward_s["cuda"]
+    later = found.factors.then(TimeFactors(segments={"cpu": {"b": (2.0,) * 3, "c": (2.0,) * 3}}))
+    assert later.segments["cpu"] == {
+        name: pytest.approx((f,) * 3) for name, f in zip("abc", (1.3, 2.6, 2.0), strict=True)
+    }
+    assert later.segments["cuda"] == found.factors.segments["cuda"]
+
+
 def test_corrections_follow_one_another() -> None:
     problem = machine(cores=2)
-    first = TimeFactors(devices={1: 2.0}, segments={"a": (1.5, 1.0, 1.0)}, load={"h": 0.5})
-    second = TimeFactors(devices={0: 0.5, 1: 2.0}, segments={"a": (2.0, 2.0, 1.0), "b": (1.1,) * 3}, load={"h": 1.0})
+    first = TimeFactors(devices={1: 2.0}, segments={"cpu": {"a": (1.5, 1.0, 1.0)}}, load={"h": 0.5})
+    second = TimeFactors(
+        devices={0: 0.5, 1: 2.0}, segments={"cpu": {"a": (2.0, 2.0, 1.0), "b": (1.1,) * 3}}, load={"h": 1.0}
+    )
     both, turns = first.then(second).applied(problem), second.applied(first.applied(problem))
     assert both.load == turns.load == {"h": 1.0}
     for one, other in zip(both.devices, turns.devices, strict=True):
@@ -346,7 +386,8 @@ def test_corrections_follow_one_another() -> None:
 def test_what_a_problem_does_not_contain_is_ignored() -> None:
     problem = machine()
     assert (
-        TimeFactors(devices={7: 2.0}, segments={"z": (2.0,) * 3}, load={"elsewhere": 1.0}).applied(problem) == problem
+        TimeFactors(devices={7: 2.0}, segments={"cpu": {"z": (2.0,) * 3}}, load={"elsewhere": 1.0}).applied(problem)
+        == problem
     )
 
 
@@ -364,14 +405,17 @@ def test_devices_that_a_plan_leaves_out_are_as_quick_as_all_of_their_kind_but_no
 
 def test_a_correction_beyond_all_limits_leaves_a_problem_that_can_be_planned() -> None:
     problem = machine(cores=0.5)
-    factors = TimeFactors(devices={0: 1e300, 1: 1e-300}, segments={"a": (1e300, 1e-300, 1e300)}, load={"h": 1e308})
+    factors = TimeFactors(
+        devices={0: 1e300, 1: 1e-300}, segments={"cpu": {"a": (1e300, 1e-300, 1e300)}}, load={"h": 1e308}
+    )
     corrected = factors.applied(problem)
     assert 1 < predict(corrected, staged(0, 1))[0].step_s < 1e9
     assert corrected.load == {"h": 4.0}
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"devices": {0: 0.0}}, {"segments": {"a": (1.0, math.inf, 1.0)}}, {"load": {"h": -1.0}}, {"more": 1}]
+    "wrong",
+    [{"devices": {0: 0.0}}, {"segments": {"cpu": {"a": (1.0, math.inf, 1.0)}}}, {"load": {"h": -1.0}}, {"more": 1}],
 )
 def test_a_stored_correction_is_checked(wrong: dict[str, object]) -> None:
     with pytest.raises((msgspec.ValidationError, ValueError)):
