@@ -71,7 +71,7 @@ class ComputeTime:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SegmentBytes:
+class SegmentMemory:
     """Memory of a segment on a device that holds it.
 
     Args:
@@ -94,7 +94,7 @@ class SegmentBytes:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Segment(SegmentBytes):
+class Segment(SegmentMemory):
     """A part of the model that is never cut, with its memory on a device that holds all of it.
 
     Args:
@@ -170,7 +170,7 @@ class RankMessages:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SplitSegment(SegmentBytes):
+class SplitSegment(SegmentMemory):
     """A segment whose layers are split over ranks: the part and the memory of the first rank, which has the most.
 
     Args:
