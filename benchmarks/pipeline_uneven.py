@@ -26,9 +26,9 @@ SLOW = (1, 2)
 SLOW_LINK = Link(latency_s=0.5e-3, bandwidth_bps=12.5e6)
 """Fast Ethernet."""
 
-NEAR_S, CALL_S = 0.2e-3, 0.3e-3
-"""Seconds of a message between two processes of this machine, and of an action beside its work, as the planner takes
-them to be."""
+NEAR_S, CALL_S = 0.05e-3, 0.05e-3
+"""Seconds of a message between two processes of this machine, which takes 0.03 ms (``growth.py``), and of an action
+beside its work, ahead of which hosts of emulated devices run; as the planner takes them to be."""
 
 SAMPLE_S = 0.5e-3
 """Seconds of each of forward, input gradient and weight gradient of a layer for a sample, at speed 1."""
