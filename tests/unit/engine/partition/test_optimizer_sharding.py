@@ -226,8 +226,7 @@ def test_ways_are_found_by_the_links_that_are_known() -> None:
     slow = Link(latency_s=1e-3, bandwidth_bps=1e7)
     found = find_reductions(*pool(HOSTS, slow), [(0, 1, 2, 3), (0, 1), (0, 1, 2, 3)])
     assert list(found) == [(0, 1, 2, 3)]
-    ring, near = found[0, 1, 2, 3]
-    assert (ring.parts, near.parts) == (((0, 1, 2, 3),), HOSTS)
+    assert [way.parts for way in found[0, 1, 2, 3]] == [HOSTS], "one ring is slower for sums of any size"
     assert subgroups(found[0, 1, 2, 3]) == [(0, 1), (2, 3), (0, 2)]
     assert group_leaders(HOSTS) == (0, 2)
     assert find_reductions(*pool(HOSTS, None), [(0, 1, 2, 3)]) == {}, "nothing is known to be slow"
