@@ -7,7 +7,7 @@ micro-batches in order with the decay of those in between, and the sum over the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from onebox.engine.compile.batch_job import BufferNumbers
 from onebox.engine.compile.routine import InstructionLabel
