@@ -4,6 +4,7 @@ those of the others; the result is that of one process."""
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,11 +13,15 @@ from types import ModuleType
 import pytest
 
 import onebox
+from onebox.plan import Plan
 from onebox.pool import Pool
+from tests import reference
 from tests.models import CASES, OPTIMIZERS
 from tests.net.fleet import GRACE_S, MACHINES, Fleet
 from tests.net.hosts import Network
+from tests.net.training import outcome
 from tests.process.test_island_membership import SEED, SMALL, Changing, compare
+from tests.reference import assert_same
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 PORT = 7181
@@ -91,3 +96,22 @@ def test_islands_of_several_hosts_with_several_ranks(ranks: Pool) -> None:
     ) as trainer:
         losses = [trainer.step(*batch) for batch in batches]
         compare(trainer, losses, Changing("cnn", "adamw", [1, 1], outer), batches)
+
+
+@pytest.mark.parametrize("lost", [2, 3], ids=["the first of its host", "another one"])
+def test_a_run_goes_on_after_a_rank_is_lost(ranks: Pool, many_groups: ModuleType, lost: int) -> None:
+    count = len(ranks)
+    plan = Plan.data_parallel(range(count), [1 / count] * count, micro_batch=many_groups.SAMPLES)
+    batches = [many_groups.batch(step, count) for step in range(6)]
+    recovery = onebox.Recovery(snapshot_every=2)
+    with onebox.Trainer(*many_groups.parts(), pool=ranks, plan=plan, recovery=recovery) as trainer:
+        losses = [trainer.step(*batch) for batch in batches[:3]]
+        trainer.wait()
+        os.kill(ranks.process_ids[lost], signal.SIGKILL)
+        losses += [trainer.step(*batch) for batch in batches[3:]]
+        trainer.wait()
+        found = outcome(trainer, losses)
+        assert trainer.recoveries
+    model, loss, optimizer = many_groups.parts()
+    cut = lambda size: [part.size for part in plan.micro_batches(size)]  # noqa: E731
+    assert_same(found, reference.train(model, loss, optimizer, batches, cut))
