@@ -8,6 +8,8 @@
 - How much processor, memory and journal an agent needs for a lease.
 - How much of a core the page of all devices takes (``onebox watch``), and each agent for it, while nobody looks and
   while a browser would.
+- How forming the groups of 64 ranks on the 16 hosts, a sum over them, and a step of training grow with the ranks
+  (``many_groups.py``).
 
 Everything runs on this machine; a worker of a lease is a process here, whichever host it belongs to. It takes root and
 ``ip``.
@@ -35,6 +37,8 @@ from typing import Any, TypeVar
 from common import finish, show, spread
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from many_groups import measure_groups
+
 from onebox.cli.agent_watch import HostWatch, close_watches
 from onebox.pool.keys.keyring import KnownAgent, identity, known_agent
 from onebox.wire import KeyPair
@@ -43,6 +47,7 @@ from tests.net.fleet import PORT, Fleet
 from tests.net.hosts import Network, unavailable
 from tests.process.agent.raw import Raw
 
+PARTS = ("agents", "groups")
 HELD_S = 600.0
 SETTLE_S = 3.0
 WITHIN_S = 120.0
@@ -65,12 +70,27 @@ def main() -> None:
     parser.add_argument("--again", type=int, default=640, help="further leases of the same clients")
     parser.add_argument("--new", type=int, default=640, help="leases of clients that come once")
     parser.add_argument("--early", type=int, default=1600, help="leases that are given back before that")
-    parser.add_argument("--rounds", type=int, default=3, help="of looking at the status")
+    parser.add_argument("--rounds", type=int, default=3, help="of looking at the status, and of each sum")
     parser.add_argument("--page-s", type=float, default=8.0, help="seconds of the page, with and without a viewer")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--hosts", type=int, nargs="+", default=[4, 8, 16], help="of groups of many ranks, ascending")
+    parser.add_argument("--ranks", type=int, default=4, help="of each of them")
+    parser.add_argument("--pairs", type=int, default=8, help="most hosts of a group of all pairs")
     options = parser.parse_args()
     why = unavailable()
     if why:
         raise SystemExit(why)
+    result: dict[str, Any] = {}
+    if "agents" in options.parts:
+        result = agents(options)
+        show("A pool of many", ["figure", "value"], [[key, str(value)] for key, value in result.items()])
+    if "groups" in options.parts:
+        result |= measure_groups(options.hosts, options.ranks, pairs=options.pairs, rounds=options.rounds)
+    finish(result, as_json=options.json)
+
+
+def agents(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the figures of agents with emulated devices."""
     names = [f"host{number:02}" for number in range(options.agents)]
     with (
         Network([*names, "client"]) as network,
@@ -81,15 +101,14 @@ def main() -> None:
             fleet.pair(name)
         begin = time.perf_counter()
         fleet.start(names, "--devices", f"sim*{options.devices}")
-        result = {"start_s": round(time.perf_counter() - begin, 2)}
+        result: dict[str, Any] = {"start_s": round(time.perf_counter() - begin, 2)}
         with fleet.client():
             crowd = Crowd(fleet, names)
             try:
                 result |= measure(crowd, options)
             finally:
                 crowd.close()
-    show("A pool of many", ["figure", "value"], [[key, str(value)] for key, value in result.items()])
-    finish(result, as_json=options.json)
+    return result
 
 
 class Crowd:

@@ -72,15 +72,15 @@ def all_reduce_algorithms(
 
 
 def choose_all_reduce(ways: Sequence[AllReduceAlgorithm], size_bytes: int) -> AllReduceAlgorithm:
-    """Return the quickest way: one ring unless another is clearly quicker.
+    """Return the quickest way: the first unless another is clearly quicker.
 
     Args:
-        ways: From :func:`all_reduce_algorithms`.
+        ways: From :func:`all_reduce_algorithms`, one ring first; or some of them.
         size_bytes: Bytes that each device has.
     """
-    ring = ways[0]
+    first = ways[0]
     best = min(ways, key=lambda way: way.time.at(size_bytes))
-    return best if best.time.at(size_bytes) <= _WORTH * ring.time.at(size_bytes) else ring
+    return best if best.time.at(size_bytes) <= _WORTH * first.time.at(size_bytes) else first
 
 
 def _by_parts(latency_s: LinkMatrix, bandwidth_bps: LinkMatrix, parts: DeviceGroups) -> AllReduceAlgorithm:

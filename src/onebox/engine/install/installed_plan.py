@@ -164,6 +164,12 @@ class InstalledPlan:
             return group if to_be else 0
         return group if group and self._pool.is_whole(group) else 0
 
+    def broadcast_groups(self, worker: int, members: Members) -> list[int]:
+        """Return the formed groups through which a worker takes part in a broadcast from the first member of a group;
+        see :meth:`ShardingSpec.broadcast_groups`.
+        """
+        return [self.group_of(group) for group in self.holdings.broadcast_groups(worker, members)]
+
     @property
     def members(self) -> tuple[Members, ...]:
         """The communication groups."""

@@ -205,7 +205,7 @@ class OuterOptimizer:
                 values=self.remote.named.numbers,
                 local=[each.named.numbers for each in locals_],
                 between=self._groups,
-                within=lambda island, members: installed[island].group_of(members),
+                within=lambda island, members, worker: installed[island].broadcast_groups(worker, members),
                 new=self.remote.new_number,
                 sums=self._sums,
                 momenta=self._momenta,

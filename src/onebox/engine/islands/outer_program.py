@@ -41,7 +41,8 @@ class OuterNumbers:
         values: Buffer of each global value.
         local: For each island, the buffer of each parameter and buffer.
         between: Group of leaders, for those of several islands.
-        within: Returns the group of some workers of an island, which hold the same.
+        within: Returns the groups through which a worker of an island takes part in a broadcast from the first of some
+            that hold the same, in order; in each of them the source is the first member.
         new: Returns an unused number.
         sums: Buffer of each sum over the islands, between :meth:`OuterCompiler.begin` and :meth:`OuterCompiler.apply`.
         momenta: Buffer of the momentum of each parameter; none for plain SGD.
@@ -50,7 +51,7 @@ class OuterNumbers:
     values: Mapping[str, int]
     local: Sequence[Mapping[str, int]]
     between: Mapping[Members, int]
-    within: Callable[[int, Members], int]
+    within: Callable[[int, Members, int], Sequence[int]]
     new: Callable[[], int]
     sums: Mapping[str, int]
     momenta: Mapping[str, int]
@@ -333,7 +334,8 @@ class OuterCompiler:
                 self._put_away(steps, values)
         if len(members) > 1:
             label = InstructionLabel("hand out within the island", "transfer")
-            steps.builder.add(Broadcast(local, self.numbers.within(island, members), 0), label)
+            for group in self.numbers.within(island, members, worker):
+                steps.builder.add(Broadcast(local, group, 0), label)
         # copying a received buffer to itself waits for it: an optimizer may step before anything else reads it
         return [] if worker == members[0] else list(zip(local, local, strict=True))
 

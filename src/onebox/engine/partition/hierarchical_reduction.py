@@ -1,8 +1,13 @@
-"""Hierarchical reductions: groups that reduce within each host first, as far as link speeds are known.
+"""Hierarchical reductions: groups that reduce within each host first, where links are known to be slower between hosts
+or nothing is known of them.
 
 Nothing is measured for this. Emulated links have given speeds; those of a pool over several hosts are known if the pool
-has been measured before, as ``make_plan`` does. The decision depends on nothing else, so that a run is reproducible bit
-by bit.
+has been measured before, as ``make_plan`` does. The decision depends on nothing else but the hosts of the devices, so
+that a run is reproducible bit by bit.
+
+A group that never reduces in one ring is not formed: in a ring any rank may be connected to any other, so that forming
+it takes connections between all pairs. Those of its parts, most of which share memory, and of one device for each part
+suffice.
 """
 
 from __future__ import annotations
@@ -10,7 +15,15 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 
-from onebox.cost import AllReduceAlgorithm, DeviceGroups, PoolProfile, all_reduce_algorithms, choose_all_reduce, load
+from onebox.cost import (
+    AllReduceAlgorithm,
+    DeviceGroups,
+    PoolProfile,
+    TransferTime,
+    all_reduce_algorithms,
+    choose_all_reduce,
+    load,
+)
 from onebox.engine.partition.optimizer_sharding import Members
 from onebox.plan import Links
 from onebox.pool import DeviceInfo
@@ -21,8 +34,10 @@ _MEMORY_LATENCY_S, _MEMORY_BPS = 50e-6, 4e9
 """Speed of shared memory; emulated links are far slower (``benchmarks/transfers.py``)."""
 
 _PROBES = tuple(1 << power for power in range(10, 31, 2))
-"""Bucket sizes in bytes; a group is considered if at least one of them is reduced faster hierarchically than in a
-ring."""
+"""Bucket sizes in bytes; a way is considered if it is the fastest for at least one of them."""
+
+_UNKNOWN = TransferTime(0.0, 0.0)
+"""Time of the only way of a group whose links are not known: it is compared with no other."""
 
 Matrix = dict[int, dict[int, float]]
 
@@ -30,7 +45,10 @@ Matrix = dict[int, dict[int, float]]
 def find_reductions(
     devices: Sequence[DeviceInfo], links: LinkMap, replica_groups: Iterable[Members]
 ) -> dict[Members, tuple[AllReduceAlgorithm, ...]]:
-    """Return how groups may sum up: in one ring, or in parts first; only those that may do other than in one ring.
+    """Return how groups may sum up: in one ring, or in parts first; only those that may do other than in one ring. The
+    ring is the first, unless it is the slowest for sums of any size.
+
+    Groups whose links are not known sum within each host first, but for those of GPUs alone: NCCL may connect all.
 
     Args:
         devices: All devices of the pool.
@@ -42,13 +60,14 @@ def find_reductions(
     ]
     known = _matrices(devices, links) if several else None
     if known is None:
-        return {}
+        return {members: (way,) for members in several if (way := _by_hosts(devices, members)) is not None}
     found = {}
     for members in several:
         ways = all_reduce_algorithms(*known, members)
         best = [choose_all_reduce(ways, size_bytes) for size_bytes in _PROBES]
-        if used := [way for way in ways[1:] if way in best]:
-            found[members] = (ways[0], *used)
+        used = tuple(way for way in ways if way in best)
+        if used != ways[:1]:
+            found[members] = used
     return found
 
 
@@ -70,6 +89,17 @@ def subgroups(ways: Iterable[AllReduceAlgorithm]) -> list[Members]:
 def group_leaders(parts: DeviceGroups) -> Members:
     """Return the leaders of a group's parts."""
     return tuple(part[0] for part in parts)
+
+
+def _by_hosts(devices: Sequence[DeviceInfo], members: Members) -> AllReduceAlgorithm | None:
+    """Return the way in which each host sums first; ``None`` if each has one member only, or all are GPUs."""
+    parts: dict[str, Members] = {}
+    for member in members:
+        host = devices[member].host
+        parts[host] = (*parts.get(host, ()), member)
+    if len(parts) == len(members) or all(devices[member].kind == "cuda" for member in members):
+        return None
+    return AllReduceAlgorithm(tuple(parts.values()), _UNKNOWN)
 
 
 def _apart(devices: Sequence[DeviceInfo], links: LinkMap, members: Members) -> bool:

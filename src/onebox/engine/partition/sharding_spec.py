@@ -12,7 +12,7 @@ from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from onebox.cost import AllReduceAlgorithm, DeviceGroups, choose_all_reduce
-from onebox.engine.partition.hierarchical_reduction import subgroups
+from onebox.engine.partition.hierarchical_reduction import group_leaders, subgroups
 from onebox.engine.partition.optimizer_sharding import assign_owners
 from onebox.engine.partition.phase_programs import PhasePrograms
 from onebox.graph.shard.placements import REPLICATE, Placement, Shard, local_spec
@@ -39,7 +39,8 @@ class ShardingSpec:
             another rank of their replica adds the same.
         owners: For each parameter that one member of each replica group updates alone, that member, in the order of the
             groups; other parameters are updated by all holders.
-        ways: Reduction algorithms of the groups that may use others than a flat ring.
+        ways: Reduction algorithms of the groups that may use others than a flat ring, which is the first of them if it
+            is one of them.
         codecs: Lossy codecs of the gradients that are not exchanged as they are.
     """
 
@@ -122,6 +123,20 @@ class ShardingSpec:
         """
         return choose_all_reduce(self.ways[members], size_bytes).parts if members in self.ways else (members,)
 
+    def always_in_parts(self, members: Members) -> bool:
+        """Return whether all reductions of a group that are for all members are hierarchical."""
+        return all(len(way.parts) > 1 for way in self.ways.get(members, ())) and members in self.ways
+
+    def broadcast_groups(self, worker: int, members: Members) -> list[Members]:
+        """Return the groups in which a worker takes part, in order, when the first member of a group broadcasts to all;
+        in each the first member is the source.
+        """
+        if not self.always_in_parts(members):
+            return [members]
+        parts = self.ways[members][0].parts
+        own = next(part for part in parts if worker in part)
+        return [group for group in (group_leaders(parts), own) if worker in group and len(group) > 1]
+
     @property
     def shared_groups(self) -> list[Members]:
         """Return the groups that take part in reductions of other groups."""
@@ -134,14 +149,16 @@ class ShardingSpec:
         return tuple(device for device in self.devices if device in found)
 
     def groups(self, trained: Iterable[str], changed: Iterable[str], *, everybody: bool) -> list[Members]:
-        """Return the communication groups, the largest first.
+        """Return the communication groups, the largest first; without those that always reduce in parts.
 
         Args:
             trained: Parameters whose gradients are summed.
             changed: Buffers that change with the data.
             everybody: Whether all workers of the plan communicate: values between stages, or a norm.
         """
-        found = {members for name in (*trained, *changed) for members in self.replica_groups[name]}
+        summed = {members for name in (*trained, *changed) for members in self.replica_groups[name]}
+        whole = {members for name in self.owners for members in self.replica_groups[name]}
+        found = {members for members in summed if members in whole or not self.always_in_parts(members)}
         found |= {replica for stage in self.stages for replica in stage}
         found |= {*self.shared_groups}
         if everybody:

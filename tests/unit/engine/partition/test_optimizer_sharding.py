@@ -21,7 +21,7 @@ from onebox.engine.partition.hierarchical_reduction import find_reductions, grou
 from onebox.engine.partition.optimizer_sharding import assign_owners, buckets_by_owner
 from onebox.engine.partition.sharding_spec import Members
 from onebox.plan import Plan
-from onebox.pool import Link
+from onebox.pool import DeviceInfo, Link
 from onebox.pool.network.emulated import LinkMap
 from onebox.wire import TensorSpec
 from onebox.wire.protocol.instructions import Broadcast, OptimizerStep, Reduce
@@ -170,6 +170,55 @@ def test_sums_in_each_host_first_are_those_of_one_ring(made: Plan, members: Memb
                 assert torch.equal(played.gradients[worker][name], played.gradients[first][name])
 
 
+@pytest.mark.parametrize(
+    ("made", "members", "parts"),
+    [
+        (MORE["four replicas"], (0, 1, 2, 3), HOSTS),
+        (MORE["three replicas"], (2, 0, 1), ((2,), (0, 1))),
+        (plan(stage("ab", 0, 1, 2, 3), stage("cd", 4, 5)), (0, 1, 2, 3), HOSTS),
+    ],
+    ids=["two hosts of two", "one and two", "stages"],
+)
+def test_a_group_that_always_sums_in_parts_does_nothing_else_as_a_whole(
+    made: Plan, members: Members, parts: Sequence[Members]
+) -> None:
+    """Sums of buffers that change with the data go in parts, too."""
+    only = {members: ways(members, *parts)[members][1:]}
+    flat, near = lower(made, 12), lower(made, 12, ways=only)
+    assert near.holdings.always_in_parts(members) and not flat.holdings.always_in_parts(members)
+    names = list(near.trained)
+    assert members in flat.holdings.groups(names, (), everybody=False)
+    found = near.holdings.groups(names, (), everybody=False)
+    assert members not in found and {*subgroups(only[members])} <= {*found}
+    summing = {
+        step.group for worker in members for step in steps_of(near, worker) if isinstance(step, Reduce | Broadcast)
+    }
+    assert near.numbers.groups.get(members) not in summing
+    expected, played = play(flat, batch(12)), play(near, batch(12))
+    assert played.left == expected.left
+    for worker, state in expected.state.items():
+        for name, tensor in state.items():
+            torch.testing.assert_close(played.state[worker][name], tensor, rtol=0, atol=1e-12)
+
+
+def test_a_group_with_owners_is_formed_whole() -> None:
+    made, members = replace(MORE["four replicas"], optimizer="sharded"), (0, 1, 2, 3)
+    near = lower(made, 12, ways={members: ways(members, *HOSTS)[members][1:]})
+    assert near.holdings.owners
+    assert members in near.holdings.groups(near.trained, (), everybody=False)
+
+
+def test_a_broadcast_to_all_goes_through_the_first_of_each_part() -> None:
+    members = (0, 1, 2, 3, 4)
+    parts = ((0, 1), (2, 3), (4,))
+    flat = lower(MORE["four replicas"], 12).holdings
+    near = lower(MORE["four replicas"], 12, ways={members: ways(members, *parts)[members][1:]}).holdings
+    assert flat.broadcast_groups(1, members) == [members]
+    through = {worker: near.broadcast_groups(worker, members) for worker in members}
+    leaders = (0, 2, 4)
+    assert through == {0: [leaders, (0, 1)], 1: [(0, 1)], 2: [leaders, (2, 3)], 3: [(2, 3)], 4: [leaders]}
+
+
 def far_bytes(lowered: Lowered, hosts: Sequence[Members]) -> float:
     """Return the bytes of gradients that cross from host to host: in rings, and to the first of a part."""
     host = {worker: number for number, members in enumerate(hosts) for worker in members}
@@ -226,9 +275,32 @@ def test_ways_are_found_by_the_links_that_are_known() -> None:
     slow = Link(latency_s=1e-3, bandwidth_bps=1e7)
     found = find_reductions(*pool(HOSTS, slow), [(0, 1, 2, 3), (0, 1), (0, 1, 2, 3)])
     assert list(found) == [(0, 1, 2, 3)]
-    ring, near = found[0, 1, 2, 3]
-    assert (ring.parts, near.parts) == (((0, 1, 2, 3),), HOSTS)
+    assert [way.parts for way in found[0, 1, 2, 3]] == [HOSTS], "one ring is slower for sums of any size"
     assert subgroups(found[0, 1, 2, 3]) == [(0, 1), (2, 3), (0, 2)]
     assert group_leaders(HOSTS) == (0, 2)
     assert find_reductions(*pool(HOSTS, None), [(0, 1, 2, 3)]) == {}, "nothing is known to be slow"
     assert find_reductions(*pool([(0,), (1,), (2,)], slow), [(0, 1, 2)]) == {}, "each is a host"
+
+
+@pytest.mark.parametrize(
+    ("hosts", "device", "parts"),
+    [
+        (HOSTS, "cpu", HOSTS),
+        (((0, 3), (1, 2)), "cpu", ((0, 3), (1, 2))),
+        (((0,), (1,), (2, 3)), "cpu", ((0,), (1,), (2, 3))),
+        (((0,), (1,), (2,), (3,)), "cpu", None),
+        (((0, 1, 2, 3),), "cpu", None),
+        (HOSTS, "cuda:0", None),
+    ],
+    ids=["two hosts", "in turn", "some hosts of one", "all hosts of one", "one host", "GPUs, perhaps by NCCL"],
+)
+def test_each_host_sums_first_where_no_link_was_measured(
+    hosts: Sequence[Members], device: str, parts: Sequence[Members] | None
+) -> None:
+    of = {worker: f"never-measured-{number}" for number, own in enumerate(hosts) for worker in own}
+    card: dict[str, Any] = {"device": device, "name": "", "threads": 1, "memory_bytes": 1 << 30}
+    devices = [DeviceInfo(number=worker, host=of[worker], **card) for worker in sorted(of)]
+    found = find_reductions(devices, {}, [(0, 1, 2, 3)])
+    assert {members: [way.parts for way in own] for members, own in found.items()} == (
+        {(0, 1, 2, 3): [parts]} if parts else {}
+    )

@@ -7,7 +7,7 @@ micro-batches in order with the decay of those in between, and the sum over the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from onebox.engine.compile.batch_job import BufferNumbers
 from onebox.engine.compile.routine import InstructionLabel
@@ -102,23 +102,33 @@ class WorkerStatistics:
             for stage in mine
         }
         self.moved = {name: shared.moved[name] for names in self._affine.values() for name in names}
-        self._waiting: dict[int, GroupReduction] = {}
+        self._waiting: dict[int, list[GroupReduction]] = {}
         for stage, names in self._affine.items():
             program = zeros([self._spec(name) for name in names])
             scope.builder.call(program, [], [self.moved[name] for name in names], InstructionLabel("zero"))
-            self._waiting[stage] = scope.exchanges.expect(shared.holdings.members(worker, stage), self._messages(names))
-            self._waiting[stage].ready = not self._own[stage]
+            self._waiting[stage] = [self._expect(stage, alike) for alike in self._messages(names)]
+            self._ready(stage, ready=not self._own[stage])
 
     def _spec(self, name: str) -> TensorSpec:
         """Return the spec of this worker's part of a buffer."""
         return self._shared.holdings.spec(self._worker, name, self._shared.specs[name])
 
-    def _messages(self, names: Sequence[str]) -> Callable[[], list[tuple[int, ...]]]:
-        """Return a function that returns the buffers to sum, those of one element type together."""
-        kinds: dict[str, list[int]] = {}
+    def _messages(self, names: Sequence[str]) -> list[list[str]]:
+        """Return the buffers to sum, those of one element type together."""
+        kinds: dict[str, list[str]] = {}
         for name in names:
-            kinds.setdefault(self._spec(name).dtype, []).append(self.moved[name])
-        return lambda: [tuple(numbers) for numbers in kinds.values()]
+            kinds.setdefault(self._spec(name).dtype, []).append(name)
+        return list(kinds.values())
+
+    def _expect(self, stage: int, names: Sequence[str]) -> GroupReduction:
+        members, specs = self._shared.holdings.members(self._worker, stage), [self._spec(name) for name in names]
+        numbers = tuple(self.moved[name] for name in names)
+        parts = self._shared.holdings.parts(members, sum(spec.size_bytes for spec in specs))
+        return self._exchanges.expect(members, lambda: [numbers], parts=parts, specs=specs)
+
+    def _ready(self, stage: int, *, ready: bool) -> None:
+        for exchange in self._waiting[stage]:
+            exchange.ready = ready
 
     def before(self, action: Action) -> None:
         """Decay earlier contributions by the micro-batches of other replicas before this one."""
@@ -132,7 +142,7 @@ class WorkerStatistics:
         """After the last micro-batch, decay by later ones of other replicas, and begin the sum."""
         if action.kind == "F" and action.stage in self._affine and action.micro_batch == self._own[action.stage][-1]:
             self._decay(action.stage, self._total - 1 - action.micro_batch)
-            self._waiting[action.stage].ready = True
+            self._ready(action.stage, ready=True)
             self._exchanges.flush()
 
     def _decay(self, stage: int, times: int) -> None:
