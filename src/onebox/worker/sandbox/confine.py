@@ -141,7 +141,12 @@ def confinement() -> dict[str, str]:
         "capabilities": "on: none",
         "files": "on: workers write none, run none, and read only libraries and settings" if abi else none,
         "device files": _since(abi, 5, "commands only to those of GPUs", "6.10"),
-        "ports": _since(abi, _PORTS_SINCE, f"of TCP only from {PORTS.start} on, and for a sim on its client's machine none; UDP is as it was", "6.7"),
+        "ports": _since(
+            abi,
+            _PORTS_SINCE,
+            f"of TCP only from {PORTS.start} on, and for a sim on its client's machine none; UDP is as it was",
+            "6.7",
+        ),
         "signals": _since(abi, 6, "none to processes outside", "6.12"),
         "system calls": _filtered(
             "those that start processes, or that inspect, signal or slow down others, fail; a CPU's worker changes no "
