@@ -29,7 +29,7 @@ from onebox.wire.protocol.requests import Define, Instruction
 from onebox.wire.protocol.responses import OperatorResult, Tensors
 
 CALLS = 64
-"""Calls of a batch: few enough that a worker starts early, many enough that a message is cheap."""
+"""Calls of a batch, whatever it frees: few enough that a worker starts early, many enough that a message is cheap."""
 
 SOON = 8
 """Calls of the first batch after a wait, when the worker is idle; each next batch has twice as many. So boundaries
@@ -115,6 +115,7 @@ class CommandQueue:
         if pool.attached:
             self._start.append((SetGenerator(0, FIRST_SEED), ()))
         self._size = CALLS
+        self._full = CALLS  # the number of records with which a batch is sent
         self._first: list[tuple[Instruction, Sequence[Any]]] = []  # instructions that precede the calls, with frames
         self._frame_bytes = 0
         self._calls: list[Record] = []
@@ -143,8 +144,8 @@ class CommandQueue:
             self._next = first + op.keeps
             calls.append((op.number, inputs, first, op.keeps, floats))
             self._room = first if op.allocates else 0
-            self.records += 1
-            full = len(calls) >= self._size or self.synchronous
+            self.records = records = self.records + 1
+            full = records >= self._full or self.synchronous
         if full:
             self.flush(wait=self.synchronous)
         return first
@@ -315,10 +316,12 @@ class CommandQueue:
             if self.ended:  # not after a query: where it fails, the rest of its message is left out
                 recorded.append(Free((), tuple(self.ended.popleft() for _ in range(len(self.ended)))))
             self._first, self._frame_bytes, self._calls = [], 0, []
+            self._full = self.records + self._size
             if awaited and last:
                 if recorded:
                     self.channel.message(recorded, carried, awaited=False)
                 self._size = min(SOON, CALLS)
+                self._full = self.records + self._size
                 return self.channel.message(last, frames, awaited=True)
             if not (awaited or recorded or last):
                 return None
