@@ -34,11 +34,17 @@ PATIENCE_S = 3.0
 """Deferral after which a signal is let through in any case: something hangs, and the user wants to end it."""
 
 
-class DeviceGuardState:
-    """State of C++'s use of the device guard."""
+class _DeviceGuardState:
+    """State of C++'s use of the device guard; an object's, as an attribute of a class is slow to set."""
 
-    entered = False
-    """Set by the guard's first function and reset by its last; C++ holds the GIL in between."""
+    __slots__ = ("entered",)
+
+    def __init__(self) -> None:
+        self.entered = False
+        """Set by the guard's first function and reset by its last; C++ holds the GIL in between."""
+
+
+device_guard_state = _DeviceGuardState()
 
 
 _shielded: set[Any] = set()
@@ -96,7 +102,7 @@ class _Patient:
         frame = _users_frame(frame)
         since_s = _waiting.get(number)
         patient = since_s is None or time.monotonic() - since_s < PATIENCE_S
-        if DeviceGuardState.entered or (patient and _must_wait(frame)):
+        if device_guard_state.entered or (patient and _must_wait(frame)):
             if since_s is None:
                 _waiting[number] = time.monotonic()
                 _thread.start_new_thread(_come_again, (number,))
@@ -188,8 +194,8 @@ def _unwrap_handlers() -> None:
 
 
 __all__ = [
-    "DeviceGuardState",
     "deliver_signals",
+    "device_guard_state",
     "interruptible",
     "shielded",
     "unwrapping_get",

@@ -197,19 +197,18 @@ class VirtualTensor(Tensor):
 
 _data: Any = torch._C.TensorBase.data
 _make = Tensor._make_wrapper_subclass
+_STRIDED = torch.strided
+_is_inference_mode = torch.is_inference_mode_enabled
 
 
 def wrap(handle: Handle, metadata: Metadata) -> VirtualTensor:
     """Return a tensor for a buffer."""
-    made: VirtualTensor = _make(
-        VirtualTensor,
-        metadata.shape,
-        metadata.strides,
-        metadata.offset,
-        dtype=metadata.dtype,
-        device=handle.queue.device,
-    )
-    made._bind(handle, metadata)
+    made: VirtualTensor = _make(  # by position, which is parsed faster
+        VirtualTensor, metadata.shape, metadata.strides, metadata.offset, None, metadata.dtype, _STRIDED,
+        handle.queue.device,
+    )  # fmt: skip
+    made._handle = handle
+    made._metadata = metadata
     if not metadata.plain:
         metadata.mark(made)
     return made
@@ -222,7 +221,7 @@ share: Any = torch._functionalize_unsafe_set
 def wrap_view(base: Tensor, handle: Handle, metadata: Metadata) -> VirtualTensor:
     """Return a tensor for a buffer that is a view of another one's: an inference tensor if that is one."""
     inference = base.is_inference()
-    if inference == torch.is_inference_mode_enabled():
+    if inference == _is_inference_mode():
         made = wrap(handle, metadata)
     else:
         with torch.inference_mode(inference):

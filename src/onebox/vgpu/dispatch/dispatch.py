@@ -34,11 +34,12 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) ->
         RuntimeError: What PyTorch raises for such arguments.
         OneboxError: The worker is gone, or an argument is void because an operator before this one failed.
     """
-    handler = specials.get(func)
+    name = func.name()  # hashed in C, unlike an overload
+    handler = specials.get(name)
     if handler is not None:
         _write_unwaited(args)
         return handler(args, kwargs or {})
-    key: list[Any] = [func.name()]  # hashed in C, unlike an overload
+    key: list[Any] = [name]
     tensors: list[VirtualTensor] = []
     floats: list[float] = []
     if not _scan(args, key, tensors, floats) or (kwargs and not _scan_named(kwargs, key, tensors, floats)):
@@ -80,7 +81,7 @@ def run(
                 context_of(each._handle.queue)  # raises an error if its pool is closed
             raise mixed_devices(tensors)
         numbers.append(handle.number)
-    if floats and func in SHAPED_BY_FLOATS:
+    if floats and key[0] in SHAPED_BY_FLOATS:
         key += map(repr, floats)
         floats = []
     found = queue.cached_ops.get(tuple(key))
@@ -136,8 +137,8 @@ def _composite_key(func: Any) -> str | None:
 def _decompose(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Decompose an operator, now and in later calls."""
     key = getattr(torch._C.DispatchKey, _composite_key(func) or "")
-    specials[func] = lambda args, kwargs: func._op_dk(key, *args, **kwargs)
-    return specials[func](args, kwargs)
+    specials[func.name()] = handler = lambda args, kwargs: func._op_dk(key, *args, **kwargs)
+    return handler(args, kwargs)
 
 
 def _returned(queue: CommandQueue, found: CachedOp, tensors: list[VirtualTensor], first: int) -> Any:

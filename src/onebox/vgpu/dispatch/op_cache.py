@@ -37,9 +37,9 @@ from onebox.worker.sandbox.allow_list import EAGER, pinned_names
 aten = torch.ops.aten
 
 SHAPED_BY_FLOATS = frozenset(
-    getattr(packet, name) for packet in (aten.arange, aten.range) for name in packet.overloads()
+    getattr(packet, name).name() for packet in (aten.arange, aten.range) for name in packet.overloads()
 )
-"""Operators whose result sizes depend on a floating-point number."""
+"""Names of the overloads whose result sizes depend on a floating-point number."""
 
 sources: dict[int, int] = {}
 """The devices' generators by the seed of the host generator that represents each: PyTorch passes a generator on as
@@ -229,7 +229,7 @@ def describe(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Kernel
             )
         raise WireError(f"{func} is not supported on virtual devices: it is not on the workers' list of operators")
     counts = [0, 0]
-    keep = func in SHAPED_BY_FLOATS
+    keep = func.name() in SHAPED_BY_FLOATS
 
     def scalar(value: Any) -> Any:
         if isinstance(value, VirtualTensor):

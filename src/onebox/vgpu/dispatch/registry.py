@@ -11,8 +11,9 @@ from typing import Any
 Special = Callable[[tuple[Any, ...], dict[str, Any]], Any]
 MixedCall = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
-specials: dict[Any, Special] = {}
-"""Operators that do not run on one device, or not unchanged: copies, reads and the like."""
+specials: dict[str, Special] = {}
+"""Operators that do not run on one device, or not unchanged, by the names of their overloads: copies, reads and the
+like."""
 
 foreign: dict[type, MixedCall] = {}
 """Other classes of tensors on the devices, and the functions that run operators on them."""
@@ -25,7 +26,7 @@ def special(*functions: Any) -> Callable[[Special], Special]:
 
     def register(handler: Special) -> Special:
         for function in functions:
-            specials[function] = handler
+            specials[function.name()] = handler
         return handler
 
     return register

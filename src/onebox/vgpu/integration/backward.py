@@ -29,6 +29,7 @@ class _Taken(threading.local):
 
 
 _taken = _Taken()
+_state = signals.device_guard_state
 
 
 class _Answer:
@@ -43,13 +44,13 @@ class _Answer:
             _probe()
         except BaseException as error:
             _taken.error = error
-        signals.DeviceGuardState.entered = True
+        _state.entered = True
         return _answer
 
 
 @signals.shielded
 def _answer() -> Any:
-    signals.DeviceGuardState.entered = False
+    _state.entered = False
     return _KIND
 
 

@@ -29,7 +29,7 @@ from onebox.wire.protocol.requests import Define, Instruction
 from onebox.wire.protocol.responses import OperatorResult, Tensors
 
 CALLS = 64
-"""Calls of a batch: few enough that a worker starts early, many enough that a message is cheap."""
+"""Calls of a batch, whatever it frees: few enough that a worker starts early, many enough that a message is cheap."""
 
 SOON = 8
 """Calls of the first batch after a wait, when the worker is idle; each next batch has twice as many. So boundaries
@@ -73,12 +73,14 @@ class RecordedOp:
         keeps: How many outputs of a call stay on the worker.
     """
 
-    __slots__ = ("inputs", "keeps", "kernel", "number")
+    __slots__ = ("allocates", "inputs", "keeps", "kernel", "number")
 
     def __init__(self, kernel: KernelSpec, keeps: int) -> None:
         self.kernel = kernel
         self.inputs = kernel.inputs
         self.keeps = keeps
+        self.allocates = kernel.name.startswith("aten.empty")
+        """True if a call merely allocates its output."""
         self.number = 0
         """The kernel's number on the worker, set by the queue; 0 while the worker does not have the kernel."""
 
@@ -113,10 +115,10 @@ class CommandQueue:
         if pool.attached:
             self._start.append((SetGenerator(0, FIRST_SEED), ()))
         self._size = CALLS
+        self._full = CALLS  # the number of records with which a batch is sent
         self._first: list[tuple[Instruction, Sequence[Any]]] = []  # instructions that precede the calls, with frames
         self._frame_bytes = 0
         self._calls: list[Record] = []
-        self._rooms: set[int] = set()  # kernels that only allocate
         self._room = 0  # the buffer that the very last operator allocated, or none
         self._batches = Batcher(pool.new_number)
 
@@ -141,9 +143,9 @@ class CommandQueue:
             first = self._next
             self._next = first + op.keeps
             calls.append((op.number, inputs, first, op.keeps, floats))
-            self._room = first if op.number in self._rooms else 0
-            self.records += 1
-            full = len(calls) >= self._size or self.synchronous
+            self._room = first if op.allocates else 0
+            self.records = records = self.records + 1
+            full = records >= self._full or self.synchronous
         if full:
             self.flush(wait=self.synchronous)
         return first
@@ -152,12 +154,13 @@ class CommandQueue:
         """Free the buffers whose tensors were collected, before all else where no call is recorded."""
         if not self._calls:
             self._first.append((Free(tuple(self.dead.popleft() for _ in range(len(self.dead)))), ()))
-        while self.dead:
+        dead, calls = self.dead, self._calls
+        while dead:
             try:
-                number = self.dead.popleft()
+                number = dead.popleft()
             except IndexError:  # another thread was faster
                 return
-            self._calls.append((FREE, number, 0, 0, ()))
+            calls.append((FREE, number, 0, 0, ()))
 
     def _define(self, op: RecordedOp) -> None:
         """Send a kernel before its first call."""
@@ -165,8 +168,6 @@ class CommandQueue:
         self._first.append((Define(number, op.kernel), ()))
         self._batches.define(number, op.inputs, op.keeps)
         op.number = number
-        if op.kernel.name.startswith("aten.empty"):
-            self._rooms.add(number)
 
     @shielded
     def call(self, program: int, handles: Sequence[Buffer], outputs: int) -> int:
@@ -315,10 +316,12 @@ class CommandQueue:
             if self.ended:  # not after a query: where it fails, the rest of its message is left out
                 recorded.append(Free((), tuple(self.ended.popleft() for _ in range(len(self.ended)))))
             self._first, self._frame_bytes, self._calls = [], 0, []
+            self._full = self.records + self._size
             if awaited and last:
                 if recorded:
                     self.channel.message(recorded, carried, awaited=False)
                 self._size = min(SOON, CALLS)
+                self._full = self.records + self._size
                 return self.channel.message(last, frames, awaited=True)
             if not (awaited or recorded or last):
                 return None

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from itertools import chain
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from onebox.wire import FREE, BlockSpec
@@ -17,6 +19,8 @@ from onebox.wire.protocol.instructions import Free
 from onebox.wire.protocol.requests import Define, Instruction
 
 Record = tuple[int, Any, int, int, Sequence[float]]
+
+_floats = itemgetter(4)
 
 SHORTEST = 4
 """Minimum number of calls for which a sequence becomes a block."""
@@ -43,36 +47,37 @@ class EncodedTrace(NamedTuple):
 
 def encode_trace(records: Sequence[Record]) -> EncodedTrace:
     """Encode a sequence of calls."""
-    slots: dict[int, int] = {}
+    slots: dict[int, int] = {}  # of the buffers that are alive
     code: list[int] = []
     inputs: list[int] = []
     strays: list[int] = []
     made = 0
-    alive: dict[int, int] = {}
+    append = code.append
     for kernel, reads, first, count, _ in records:
+        append(kernel)
         if kernel == FREE:
-            slot = slots.pop(reads, None)
-            if slot is None:
-                strays.append(reads)
+            if reads in slots:
+                append(slots.pop(reads))
             else:
-                code.append(FREE)
-                code.append(slot)
-                alive.pop(reads, None)
+                code.pop()
+                strays.append(reads)
             continue
-        code.append(kernel)
         for number in reads:
-            slot = slots.get(number)
-            if slot is None:
+            if number not in slots:
                 inputs.append(number)
-                slots[number] = slot = -len(inputs)
-            code.append(slot)
-        for number in range(first, first + count):
-            slots[number] = alive[number] = made
-            code.append(made)
+                slots[number] = -len(inputs)
+            append(slots[number])
+        if count == 1:
+            slots[first] = made
+            append(made)
             made += 1
-    return EncodedTrace(
-        tuple(code), tuple(inputs), tuple((slot, number) for number, slot in alive.items()), tuple(strays)
-    )
+        else:
+            for number in range(first, first + count):
+                slots[number] = made
+                append(made)
+                made += 1
+    outputs = [(slot, number) for number, slot in slots.items() if slot >= 0]
+    return EncodedTrace(tuple(code), tuple(inputs), tuple(outputs), tuple(strays))
 
 
 def block_of(coding: EncodedTrace, keeps: dict[int, int], reads: dict[int, int], floats: int) -> BlockSpec:
@@ -163,11 +168,11 @@ class Batcher:
 
     def instructions(self, calls: Sequence[Record]) -> list[Instruction]:
         """Return the instructions for calls."""
-        floats = tuple([number for call in calls for number in call[4]])
+        floats = tuple(chain.from_iterable(map(_floats, calls)))
         if len(calls) < SHORTEST:
             return [Operate(plain(calls), floats)]
         coding = encode_trace(calls)
-        key = (coding.code, tuple(slot for slot, _ in coding.outputs))
+        key = (coding.code, tuple([slot for slot, _ in coding.outputs]))
         block = self.cache.look(key)
         if block is None:
             gone = self.cache.shed()
@@ -177,5 +182,5 @@ class Batcher:
             block = self._new_number()
             self.cache.define(key, block)
             made.append(Define(block, block_of(coding, self._keeps_of, self._reads_of, len(floats))))
-        made.append(Replay(block, coding.inputs, tuple(number for _, number in coding.outputs), floats))
+        made.append(Replay(block, coding.inputs, tuple([number for _, number in coding.outputs]), floats))
         return made

@@ -65,6 +65,14 @@ def picker(places: Sequence[ValueIndex]) -> Callable[[Any], Sequence[Any]]:
 def by_keyword(call: Callable[..., Any], names: tuple[str, ...]) -> Callable[..., Any]:
     """Return a function that passes its last positional arguments by keyword."""
     count = len(names)
+    if count == 1:
+        (name,) = names
+
+        def run_one(*args: Any, **keywords: Any) -> Any:
+            keywords[name] = args[-1]
+            return call(*args[:-1], **keywords)
+
+        return run_one
 
     def run(*args: Any, **keywords: Any) -> Any:
         return call(*args[:-count], **dict(zip(names, args[-count:], strict=True)), **keywords)

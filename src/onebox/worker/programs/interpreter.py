@@ -27,7 +27,7 @@ from onebox.wire import (
 )
 from onebox.worker.optimizer.fused_kernels import exactly
 from onebox.worker.programs.arguments import ValueIndex, by_keyword, constant, picker
-from onebox.worker.programs.bindings import TENSOR, fastest
+from onebox.worker.programs.bindings import TENSOR, fastest, spreads
 from onebox.worker.programs.device_implementation import device_implementation
 from onebox.worker.programs.kernels import OutputLayout
 from onebox.worker.programs.matmul_dispatch import faster_implementation
@@ -79,6 +79,7 @@ class CompiledProgram:
         self._shapes = [torch.Size(spec.shape) for spec in program.inputs]
         self._dtypes = [DTYPES[spec.dtype] for spec in program.inputs]
         self._registers: list[Any] = [None] * program.slots
+        self._numbers: dict[int, int] = {}  # registers of integers
         self._checked = False
         self._footprints: dict[tuple[int, ...], Footprint] = {}
         self._specs = specs_by_slot(program)
@@ -181,16 +182,16 @@ class CompiledProgram:
         call = allowed(operator.name)
         check_constants(call, operator.args, operator.kwargs)
         named = {key: value for key, value in operator.kwargs.items() if _holds_tensors(value)}
-        positional = [self._register(value) for value in (*operator.args, *named.values())]
         keywords = {key: constant(value, self._device) for key, value in operator.kwargs.items() if key not in named}
         returns = call._schema.returns
         listed = len(returns) == 1 and str(returns[0].type) != "Tensor"
         if not listed and (len(operator.outs) != len(returns) or operator.outs == (None,)):
             raise WireError(f"{operator.name} has {len(returns)} outputs, but fills {operator.outs}")
         run = exactly(call)
+        given = [self._constants(value) for value in operator.args]
         if run is call:
-            given = [self._constants(value) for value in operator.args]
             run = fastest(call, given, keywords | {key: self._constants(value) for key, value in named.items()})
+        direct = run
         if not named:
             run = (
                 device_implementation(operator, self._specs, self._device)
@@ -203,6 +204,10 @@ class CompiledProgram:
         within = operator.outs[0] not in self._given_out  # no operator writes there, so that nothing needs a copy
         if operator.name == "aten.clone.default" and keywords.get("memory_format") in _FORMATS and within:
             run = Tensor.contiguous
+        args = [*operator.args, *named.values()]
+        if run is direct and not operator.kwargs and spreads(run, call, given):
+            args[-1:] = given[-1]
+        positional = [self._register(value) for value in args]
         return run, picker(positional), keywords, operator.outs, operator.dies, operator.position
 
     def _register(self, value: Value) -> ValueIndex:
@@ -211,7 +216,12 @@ class CompiledProgram:
             return value.index
         if isinstance(value, Many) and _holds_tensors(value):
             return tuple(self._register(item) for item in value.items)  # type: ignore[misc]
+        known = self._numbers.get(value) if value.__class__ is int else None
+        if known is not None:
+            return known
         self._registers.append(constant(value, self._device))
+        if value.__class__ is int:
+            self._numbers[value] = len(self._registers) - 1
         return len(self._registers) - 1
 
     def _constants(self, value: Value) -> Any:

@@ -47,6 +47,9 @@ _WIDEST = 1 << 30
 _UNDEFINED = frozenset({"attn_bias", "cum_seq_q", "cum_seq_k", "philox_seed", "philox_offset"})
 """Tensors that gradients of attention on GPUs do without if forward did."""
 
+_PLAIN = frozenset({int, float, bool, str, type(None)})
+"""Classes of arguments without tensors."""
+
 _MISSING = object()
 
 
@@ -201,15 +204,24 @@ class _Guard:
 
 
 def _form(values: Sequence[Any]) -> list[Any]:
-    """Return all of the arguments that rules of shapes read."""
-    return [
-        (value.shape, value.dtype, value.stride())
-        if isinstance(value, Tensor)
-        else _form(value)
-        if isinstance(value, list | tuple)
-        else value
-        for value in values
-    ]
+    """Return all of the arguments that rules of shapes read; of tensors shape, type and strides.
+
+    Classes are compared first, which takes a fraction of the time of ``isinstance`` for ``Tensor``.
+    """
+    form: list[Any] = []
+    for value in values:
+        kind = value.__class__
+        if kind is Tensor:
+            form += (value.shape, value.dtype, value.stride(), Tensor)
+        elif kind in _PLAIN:
+            form.append(value)
+        elif isinstance(value, list | tuple):
+            form.append(_form(value))
+        elif isinstance(value, Tensor):
+            form += (value.shape, value.dtype, value.stride(), Tensor)
+        else:
+            form.append(value)
+    return form
 
 
 def _tensors(value: Any) -> list[Tensor]:

@@ -6,9 +6,12 @@ import threading
 from collections.abc import Iterator
 
 import pytest
+import torch
 
+from onebox.vgpu.core.metadata import dense
 from onebox.vgpu.registration import install
-from onebox.vgpu.runtime.command_queue import CommandQueue
+from onebox.vgpu.runtime.command_queue import CALLS, SOON, CommandQueue, RecordedOp
+from onebox.wire import KernelSpec
 from tests.unit.house import threads_for_processes
 
 
@@ -63,3 +66,20 @@ def test_an_error_of_a_write_is_raised_and_the_others_follow(queue: CommandQueue
         queue.write_unwaited()
     queue.write_unwaited()
     assert log == ["second"] and not queue.unwaited
+
+
+def test_a_batch_is_full_of_calls_whatever_it_frees(queue: CommandQueue) -> None:
+    """The first one after a wait is short, and each next one twice as long."""
+    counting = RecordedOp(KernelSpec("aten.arange.default", (4,), {}, 0, 0, (dense(torch.int64, (4,)).strided(),)), 1)
+    queue.synchronize()
+    queue.read(queue.record(counting, [], []))
+    sizes: list[int] = []
+    size, sent = 0, queue.channel.messages
+    while len(sizes) < 5:
+        queue.dead.append(queue.record(counting, [], []))
+        size += 1
+        if queue.channel.messages > sent:
+            sizes.append(size)
+            size, sent = 0, queue.channel.messages
+    queue.synchronize()
+    assert sizes == [SOON, 2 * SOON, 4 * SOON, CALLS, CALLS]

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from onebox.wire import overload
 from onebox.worker.programs import bindings
-from onebox.worker.programs.bindings import TENSOR, fastest
+from onebox.worker.programs.bindings import TENSOR, fastest, spreads
 
 X = torch.arange(12, dtype=torch.float64).view(3, 4)
 
@@ -51,6 +51,9 @@ CALLS: dict[str, tuple[list[Any], dict[str, Any]]] = {
     "aten._to_copy.default": ([X], {"dtype": torch.float32}),
     "aten.clone.default": ([X], {"memory_format": torch.contiguous_format}),
     "aten.full_like.default": ([X, 3], {"pin_memory": False}),
+    "aten.scalar_tensor.default": ([2.5], {"dtype": torch.float32, "device": torch.device("cpu")}),
+    "aten.full.default": ([[2, 3], 1.5], {"device": torch.device("cpu"), "pin_memory": False}),
+    "aten.arange.start": ([2, 5], {"device": torch.device("cpu")}),
 }
 
 
@@ -76,7 +79,10 @@ def test_a_binding_calls_its_overload(name: str) -> None:
 
 
 def test_the_operators_of_most_programs_have_one() -> None:
-    for name in ("aten.mm.default", "aten.view.default", "aten.add.Tensor", "aten.cat.default", "aten.gelu.default"):
+    for name in (
+        "aten.mm.default", "aten.view.default", "aten.add.Tensor", "aten.cat.default", "aten.gelu.default",
+        "aten.scalar_tensor.default", "aten.full.default", "aten.arange.start",
+    ):  # fmt: skip
         args, keywords = CALLS[name]
         call = overload(name)
         assert fastest(call, shown(args), keywords) is not call._op
@@ -98,8 +104,46 @@ def test_a_function_that_does_something_else_is_not_used(name: str, args: list[A
     assert bindings._agrees(overload(name)._op, overload(name), args, {})
 
 
-def test_no_binding_for_what_torch_decomposes_nor_for_factories() -> None:
-    for name, args in (("aten.contiguous.default", [TENSOR]), ("aten.zeros.default", [[2]])):
+@pytest.mark.parametrize(
+    ("name", "function"),
+    [
+        ("aten.view.default", torch._C.TensorBase.view),
+        ("aten.permute.default", torch._C.TensorBase.permute),
+        ("aten.expand.default", torch._C.TensorBase.expand),
+    ],
+)
+def test_numbers_one_by_one(name: str, function: Callable[..., Any]) -> None:
+    numbers = {"aten.view.default": [2, 6], "aten.permute.default": [1, 0], "aten.expand.default": [2, 3, 4]}[name]
+    assert spreads(function, overload(name), [TENSOR, numbers])
+    with torch.inference_mode(), Seen() as seen:
+        made = function(X, *numbers)
+    assert seen.names == [name]
+    assert torch.equal(made, overload(name)(X, numbers))
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "function"),
+    [
+        ("aten.view.default", [TENSOR, []], torch._C.TensorBase.view),
+        ("aten.cat.default", [[TENSOR, TENSOR]], torch._C._VariableFunctions.cat),
+        ("aten.flip.default", [TENSOR, [0, 1]], torch._C._VariableFunctions.flip),
+        ("aten.sum.dim_IntList", [TENSOR, [0, 1]], torch._C.TensorBase.sum),
+        ("aten.view.default", [TENSOR, [2, 6]], torch._C.TensorBase.permute),
+        ("aten.index.Tensor", [TENSOR, [None, TENSOR]], overload("aten.index.Tensor")._op),
+    ],
+    ids=["no numbers", "tensors", "a function with a list alone", "another meaning", "another operator", "a tensor"],
+)
+def test_lists_that_stay_lists(name: str, args: list[Any], function: Callable[..., Any]) -> None:
+    assert not spreads(function, overload(name), args)
+
+
+def test_no_binding_for_what_torch_decomposes_nor_for_other_factories() -> None:
+    """Nor for a factory without a device, which would be given the default one."""
+    for name, args in (
+        ("aten.contiguous.default", [TENSOR]),
+        ("aten.range.step", [0, 4, 2]),
+        ("aten.zeros.default", [[2]]),
+    ):
         assert fastest(overload(name), args, {}) is overload(name)._op
 
 
