@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterator
+from itertools import pairwise
 
 import pytest
 import torch
@@ -78,6 +80,28 @@ def test_a_device_is_of_another_speed_from_what_is_posted_next_on(pool: Pool) ->
             pool.retime(0, speed=speed)
     with pytest.raises(UsageError, match="device 2 is cpu"):
         pool.retime(2, speed=0.5)
+
+
+def test_the_next_message_begins_where_the_device_ends_the_one_before_although_that_is_answered(pool: Pool) -> None:
+    prepare(pool, 0)
+    asked = [[Put((1,), (SPEC,)), Run(ROUTINE, trace=True), Ask("digest", (1,))] for _ in range(6)]
+    futures = [pool.post(0, each, [bytes(to_frame(X))], answer=True) for each in asked]
+    times = [answer.times_ns for answer in raise_first(futures)]
+    assert times[-1][3] <= time.monotonic_ns(), "it answers when the device has ended"
+    waits_ns = [later[0] - before[3] for before, later in pairwise(times)]
+    assert min(waits_ns) == 0, "the host prepares it meanwhile"
+
+
+def test_answers_come_in_order_also_those_of_failures(pool: Pool) -> None:
+    prepare(pool, 0)
+    done: list[str] = []
+    first = pool.post(0, [Run(ROUTINE, trace=True)], answer=True)
+    second = pool.post(0, [Get((1,))], answer=True)
+    first.add_done_callback(lambda _: done.append("run"))
+    second.add_done_callback(lambda _: done.append("failure"))
+    with pytest.raises(OperatorError, match="has no values"):
+        second.result(30)
+    assert done == ["run", "failure"]
 
 
 def test_a_slowed_down_cpu_computes_what_others_do_and_ignores_costs(pool: Pool) -> None:

@@ -71,6 +71,7 @@ class Rig:
         with torch.inference_mode():
             results = [result for instruction in instructions for result in self.machine.execute(instruction, left)]
             reply = self.machine.reply(0, results)
+            self.machine.progress.settle()  # a worker sends it when the work of an emulated device has ended
             if reply.after is not None:
                 reply.after.synchronize()
             assert reply.complete

@@ -39,6 +39,15 @@ class WorkerProgress:
 
     # ---- the work of an emulated device
 
+    def wait_ahead(self) -> _Wait:
+        """Mark the context as waiting for others while the device works."""
+        return _Wait(self)
+
+    @property
+    def busy_until_s(self) -> float:
+        """End of the device's work on the clock of ``time.monotonic``; 0 if it has none."""
+        return self._busy_until_ns / 1e9
+
     def begin(self) -> None:
         """Begin an instruction."""
         self._awaited_ns = 0

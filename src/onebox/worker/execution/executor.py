@@ -73,7 +73,7 @@ Report = Callable[[WorkerFailure], None]
 _ANSWERED = frozenset({Get, Ask, Perform, Snapshot, Read, Lay, Remembered})
 """Instructions with awaited replies; if there can be none, the failure is the reply."""
 
-_AHEAD = frozenset({Call, Send, Receive, Free, Rename, OptimizerStep})
+_AHEAD = frozenset({Put, Call, Send, Receive, Free, Rename, OptimizerStep, Ask})
 """Instructions that the host executes ahead of an emulated device; before any other the device's work ends."""
 
 
@@ -145,13 +145,14 @@ class Executor:
         self._numerics.use()
 
     def reply(self, number: int, results: Sequence[Outcome]) -> PendingReply:
-        """Return the reply to a message.
+        """Return the reply to a message, to be sent when the work of an emulated device has ended.
 
         Args:
             number: The message's number.
             results: The results of its instructions.
         """
-        self.progress.settle()
+        if self.frames_out:  # later work may write to these buffers
+            self.progress.settle()
         frames, trace, after = self.frames_out, self._trace, None
         self.frames_out, self._trace = [], Trace()
         accelerator = self._device.accelerator

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import functools
 import gc
 import math
 import os
@@ -78,6 +79,9 @@ DYNAMIC_PORTS = range(49152, 65536)
 
 _GROUP_PORTS = 16
 """Number of them that a worker tries for a group that forms."""
+
+_BEFORE_S = 2e-3
+"""Time before the end of an emulated device's work until which its host waits for a message."""
 
 _POLL_S = 1e-4
 """Interval at which an asynchronous device is asked whether replies are complete, while no message comes."""
@@ -233,9 +237,15 @@ class WorkerServer:
         self._context.term()
 
     def _next(self) -> tuple[Envelope, Sequence[Any]]:
+        progress = self.machine.progress
         while not self._deferred:
+            if until_s := progress.busy_until_s:  # the host runs ahead of an emulated device
+                with progress.wait_ahead():
+                    came = self._receive(until_s - _BEFORE_S)
+                if came:
+                    continue
             end_s = math.inf if self.machine.settle() else time.monotonic() + SETTLE_S
-            with self.machine.progress.wait():
+            with progress.wait():
                 self._receive(end_s)
         envelope, frames, size_bytes = self._deferred.popleft()
         self._waiting_bytes -= size_bytes
@@ -273,6 +283,7 @@ class WorkerServer:
         """Report a message that could not be decoded, whose number is unknown."""
         if self._link.full:
             raise SystemExit(f"the client sends what it should not, and takes no answers: {error}")
+        self.machine.progress.settle()
         self._link.send([encode(Reply(0, (), WorkerFailure("protocol", "receive", str(error))))])
 
     def _dispatch(self, envelope: Envelope, frames: Sequence[Any], size_bytes: int) -> None:
@@ -313,9 +324,12 @@ class WorkerServer:
             if any(True for _ in left):
                 self._report(WorkerFailure("protocol", "message", "it has more frames than its instructions need"))
         if envelope.answer and not self._failed:
-            self._replies.append(machine.reply(envelope.number, results))
-            self._send_complete()
+            machine.progress.after_work(functools.partial(self._reply, machine.reply(envelope.number, results)))
         return True
+
+    def _reply(self, reply: PendingReply) -> None:
+        self._replies.append(reply)
+        self._send_complete()
 
     def _send_complete(self) -> None:
         """Send the replies that are complete, in their order.
@@ -361,9 +375,10 @@ class WorkerServer:
                 self._send_complete()
 
     def _report(self, failure: WorkerFailure) -> None:
-        """Report a failure to the client, once for each message."""
+        """Report a failure to the client, once for each message, after the replies to earlier ones."""
         if not self._failed:
             self._failed = True
+            self.machine.progress.settle()
             self.send_to_client(Reply(self._number, (), failure))
 
 
