@@ -71,7 +71,7 @@ def test_it_says_what_the_plan_is_what_it_costs_and_why_this_one(made: Made) -> 
         assert part in text, part
     for label in ("the best found", "device 0 alone", "data parallel", "even cuts", "gpipe", "1f1b"):
         assert label in text, label
-    assert "× 1." in text and "slower" in text
+    assert re.search(r"× \d+\.\d", text) and "slower" in text  # how much depends on what the machine does besides
     assert "emulated" not in text
     assert "run it with: onebox train --model mlp --pool 'cpu*2' --threads 1 --plan plan.json" in text
 
