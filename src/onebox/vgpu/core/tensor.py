@@ -207,8 +207,7 @@ def wrap(handle: Handle, metadata: Metadata) -> VirtualTensor:
         VirtualTensor, metadata.shape, metadata.strides, metadata.offset, None, metadata.dtype, _STRIDED,
         handle.queue.device,
     )  # fmt: skip
-    made._handle = handle
-    made._metadata = metadata
+    made._bind(handle, metadata)
     if not metadata.plain:
         metadata.mark(made)
     return made
