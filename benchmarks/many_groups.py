@@ -32,6 +32,7 @@ from torch import Tensor, nn
 import onebox
 from onebox.cost.benchmark_kernels import filled, first_element
 from onebox.engine.partition.hierarchical_reduction import find_reductions, group_leaders, subgroups
+from onebox.engine.partition.optimizer_sharding import Members
 from onebox.graph import TracedModel
 from onebox.graph.capture.export import capture
 from onebox.plan import Plan, Stage
@@ -55,8 +56,6 @@ SAMPLES = 4
 
 _ESTABLISHED = "01"  # of include/net/tcp_states.h
 _TICKS = os.sysconf("SC_CLK_TCK")
-
-Members = tuple[int, ...]
 
 
 class ManyCores(Fleet):

@@ -125,7 +125,7 @@ class ShardingSpec:
 
     def always_in_parts(self, members: Members) -> bool:
         """Return whether all reductions of a group that are for all members are hierarchical."""
-        return all(len(way.parts) > 1 for way in self.ways.get(members, ())) and members in self.ways
+        return members in self.ways and all(len(way.parts) > 1 for way in self.ways[members])
 
     def broadcast_groups(self, worker: int, members: Members) -> list[Members]:
         """Return the groups in which a worker takes part, in order, when the first member of a group broadcasts to all;

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import zmq
@@ -175,6 +176,46 @@ def test_the_one_client_hears_that_the_worker_lives(watched: Watched) -> None:
     beat = watched.receive(watched.client)
     assert beat is not None
     assert (beat.executed, beat.doing, beat.stalled_s) == (7, "call", 0.0)
+
+
+def test_the_first_heartbeat_comes_with_the_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heartbeat, "HEARTBEAT_S", 3600.0)
+    with zmq.Context() as context:
+        made = Watched(context)
+        try:
+            assert made.receive(made.client, wait_s=60.0) is not None
+        finally:
+            made.close()
+
+
+def test_the_thread_sleeps_until_a_heartbeat_is_due(monkeypatch: pytest.MonkeyPatch) -> None:
+    in_vain, sent = [0], threading.Semaphore(0)
+
+    class Poller(zmq.Poller):
+        """Counts the polls that end without an event."""
+
+        def poll(self, timeout: float | None = None) -> list[tuple[Any, int]]:
+            found: list[tuple[Any, int]] = super().poll(timeout)
+            in_vain[0] += not found
+            return found
+
+    class Counted(HeartbeatThread):
+        """Counts its heartbeats."""
+
+        def _send_heartbeat(self, stall: StallDetector) -> bool:
+            sent.release()
+            return super()._send_heartbeat(stall)
+
+    monkeypatch.setattr(zmq, "Poller", Poller)
+    monkeypatch.setattr(heartbeat, "HEARTBEAT_S", 0.05)
+    monkeypatch.setitem(globals(), "HeartbeatThread", Counted)
+    with zmq.Context() as context:
+        made = Watched(context)
+        try:
+            assert all(sent.acquire(timeout=60.0) for _ in range(20))
+            assert in_vain[0] <= 2 * 20, "a poll may end a little early, but not again and again"
+        finally:
+            made.close()
 
 
 def test_strangers_hear_nothing(watched: Watched) -> None:
