@@ -15,6 +15,8 @@ that of 32 by 4 % and 2 %.
 - ``disturbed_error``: mean relative error of the predicted median of a step;
 - ``inside_interval``: share of the steps inside their predicted interval, the 10th to the 90th percentile;
 - ``order_correlation``: Spearman's coefficient of predicted and measured medians, the mean of the rounds;
+- ``order_of_halves``: the same of the medians of every other step and those of the steps between them: of plans that
+  differ by less than that, no prediction has the order;
 - ``chosen_over_idle``: measured step of the plan that is predicted to be the fastest, the mean of the rounds, over that
   of the plan that a profile without the disturbance makes the fastest.
 
@@ -349,6 +351,10 @@ def beside_load(rounds: int) -> dict[str, Any]:
             statistics.fmean(correlation(own, [row.medians_s[turn] for row in rows]) for turn, own in enumerate(each))
         )
         chosen.append(statistics.fmean(typical_s[own.index(min(own))] / of_idle_s for own in each))
+    halves = [
+        correlation(*([statistics.median(row.measured_s[turn][half::2]) for row in rows] for half in range(2)))
+        for turn in range(rounds)
+    ]
     noisy = statistics.fmean(own.noisy for row in rows for own in row.corrections)
     figures = {
         **errors,
@@ -357,6 +363,7 @@ def beside_load(rounds: int) -> dict[str, Any]:
         "order_correlation": orders[0],
         "corrected_order": orders[1],
         "carried_order": orders[2],
+        "order_of_halves": statistics.fmean(halves),
         "chosen_over_idle": chosen[0],
         "carried_over_idle": chosen[2],
         "noisy": noisy,
