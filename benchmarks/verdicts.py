@@ -7,7 +7,8 @@ anything.
 
     python benchmarks/verdicts.py [--only remote eager] [--minutes 5] [--json]
 
-Status 1 if a target is missed or a benchmark did not end.
+Status 1 if a target is missed or a benchmark did not end. Ctrl-C and SIGTERM end the benchmark that runs; the table has
+those before it.
 """
 
 from __future__ import annotations
@@ -213,9 +214,17 @@ def main() -> None:
     for number in (signal.SIGTERM, signal.SIGHUP):  # so that the benchmark that runs is ended, too
         signal.signal(number, lambda number, _: sys.exit(128 + number))
     ran: list[Ran] = []
-    for name in options.only:
-        print(f"{name}.py …", file=sys.stderr, flush=True)
-        ran.append(run(name, options.minutes))
+    ended: int | str | None = None
+    try:
+        for name in options.only:
+            print(f"{name}.py …", file=sys.stderr, flush=True)
+            ran.append(run(name, options.minutes))
+            found = ", ".join(filter(None, (" ".join(filter(None, row)) for row in ran[-1].rows)))
+            print(f"  {ran[-1].minutes:.1f} minutes: {found}", file=sys.stderr, flush=True)
+    except KeyboardInterrupt:
+        ended = 128 + signal.SIGINT
+    except SystemExit as end:
+        ended = end.code
     cells = []
     for one in ran:
         for number, row in enumerate(one.rows):
@@ -235,7 +244,7 @@ def main() -> None:
         "commit": commit(),
     }
     finish(result, as_json=options.json)
-    raise SystemExit(bool(counts["missed"] or counts["did not end"] or failed))
+    raise SystemExit(ended or bool(counts["missed"] or counts["did not end"] or failed))
 
 
 if __name__ == "__main__":

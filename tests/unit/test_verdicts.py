@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import shutil
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 from types import ModuleType
 
@@ -93,3 +98,28 @@ def test_a_process_that_is_left_behind_does_not_keep_the_figures(
 def test_a_figure_that_is_no_number_is_not_measured(verdicts: ModuleType) -> None:
     ran = verdicts.Ran(name="memory", figures={"alexnet_saving": "nan", "vgg16_saving": None}, minutes=1.0, noise=0.1)
     assert [row[-1] for row in ran.rows] == ["not measured", "not measured"]
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_the_table_of_an_interrupted_run_has_what_was_measured(tmp_path: Path, number: int, status: int) -> None:
+    for name in ("verdicts", "common"):
+        shutil.copy(BENCHMARKS / f"{name}.py", tmp_path)
+    (tmp_path / "memory.py").write_text('print(\'{"alexnet_saving": 0.5, "vgg16_saving": 0.4}\')')
+    begun = tmp_path / "begun"
+    (tmp_path / "scaling.py").write_text(
+        f"import os, time; open({str(begun)!r}, 'w').write(str(os.getpid()) + '.'); time.sleep(600)"
+    )
+    command = [sys.executable, str(tmp_path / "verdicts.py"), "--only", "memory", "scaling", "eager", "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as running:
+        assert running.stdout is not None
+        end_s = time.monotonic() + 120
+        while not (begun.exists() and begun.read_text().endswith(".")):
+            assert running.poll() is None and time.monotonic() < end_s
+            time.sleep(0.05)
+        running.send_signal(number)
+        printed = running.stdout.read()
+    assert running.returncode == status
+    assert json.loads(printed.splitlines()[-1])["verdicts"] == {
+        "memory": {"alexnet_saving": "met", "vgg16_saving": "missed"}
+    }
+    assert not psutil.pid_exists(int(begun.read_text()[:-1]))
