@@ -35,6 +35,8 @@ PARTS = 1 << 17
 _CURVE_BYTES = 1024
 """More than CURVE's overhead on a part (RFC 26: 33 bytes)."""
 
+_MORE = int(zmq.SNDMORE)  # as a number: pyzmq's own loop over parts spends most of its time on flags that are an enum
+
 HANDSHAKE_MS = 3_000
 """Time limit of the CURVE handshake; the client tries again."""
 
@@ -154,7 +156,10 @@ def send(socket: zmq.Socket[bytes], frames: Frames, flags: int = 0, *, copy: boo
     Raises:
         zmq.Again: The queue is full, or there is no connection.
     """
-    socket.send_multipart(cut(frames), flags, copy=copy)
+    *parts, last = cut(frames)
+    for part in parts:
+        socket.send(part, _MORE | int(flags), copy=copy)
+    socket.send(last, flags, copy=copy)
 
 
 def send_tracked(socket: zmq.Socket[bytes], frames: Frames) -> zmq.MessageTracker:
@@ -183,16 +188,11 @@ def receive(socket: zmq.Socket[bytes], watch: ReceiveWatch | None = None) -> lis
         zmq.Again: There is none within the socket's timeout.
         WireError: It ends in the middle of a frame, or has too many parts.
     """
-    parts: list[Any]
-    if watch is not None and watch.several:
-        first = socket.recv(copy=False)
-        watch.delivered(connection_of(first))
-        parts = [first.bytes]
-    else:
-        parts = [socket.recv()]  # usually the only one, and short: cheaper to copy than to hold
-        if watch is not None:
-            watch.delivered()
-    while socket.getsockopt(zmq.RCVMORE):
+    part = socket.recv(copy=False)
+    if watch is not None:
+        watch.delivered(connection_of(part) if watch.several else None)
+    parts: list[Any] = [part.bytes]  # usually the only one, and short: cheaper to copy than to hold
+    while part.more:
         part = socket.recv(copy=False)
         if len(parts) <= PARTS:
             parts.append(part.buffer)

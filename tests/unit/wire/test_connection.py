@@ -19,7 +19,7 @@ class Wire:
     def __init__(self) -> None:
         self.sent: list[list[Any]] = []
 
-    def recv(self) -> bytes:
+    def recv(self, *, copy: bool) -> bytes:
         raise zmq.Again
 
 

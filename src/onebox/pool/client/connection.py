@@ -161,10 +161,9 @@ class WorkerConnection:
             self.link.connected()
         if self.commands in ready:
             end_s = time.monotonic() + turn_s
-            while has_input(self.commands):
+            yield from self.link.receive()
+            while time.monotonic() < end_s and has_input(self.commands):
                 yield from self.link.receive()
-                if time.monotonic() >= end_s:
-                    break
 
     def reconnected(self, ready: Collection[Source]) -> bool:
         """Return whether the heartbeat connection was made again, which counts as a heartbeat: the worker has accepted
@@ -187,7 +186,8 @@ class WorkerConnection:
             WireError: A message violates the protocol.
         """
         if self.heartbeat_socket in ready:
-            for _ in range(HEARTBEATS):
+            yield receive(self.heartbeat_socket, self._heartbeat_watch)
+            for _ in range(HEARTBEATS - 1):
                 if not has_input(self.heartbeat_socket):
                     break
                 yield receive(self.heartbeat_socket, self._heartbeat_watch)
