@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.utils._mode_utils import no_dispatch
 
+from onebox.vgpu.dispatch.registry import specials
 from onebox.vgpu.runtime.context import current_context
 
 DEVICES = 1
@@ -81,3 +82,18 @@ def test_random_states_are_kept_where_classes_of_tensors_are_passed_by() -> None
     with no_dispatch():
         module.set_rng_state(state)
     assert torch.equal(first.cpu(), torch.randn(5, device="vgpu:0").cpu())
+
+
+def test_a_custom_operator_may_be_defined_again_and_takes_tensors_of_the_host() -> None:
+    there, here = torch.ones(3, device="vgpu:0"), torch.arange(3.0)
+    for factor in (2.0, 3.0):
+        library = torch.library.Library("onebox_tests", "FRAGMENT")
+        try:
+            library.define("scaled(Tensor x, Tensor y) -> Tensor")
+            kernel = lambda x, y, by=factor: x * by + y.to(x.device)  # noqa: E731
+            library.impl("scaled", kernel, "CompositeExplicitAutograd")
+            for y in (here, there):
+                assert torch.equal(torch.ops.onebox_tests.scaled(there, y).cpu(), factor + y.cpu())
+            assert "onebox_tests::scaled" not in specials, "a call of an operator that is gone may end the process"
+        finally:
+            library._destroy()

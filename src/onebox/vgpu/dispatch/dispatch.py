@@ -44,6 +44,8 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) ->
     floats: list[float] = []
     if not _scan(args, key, tensors, floats) or (kwargs and not _scan_named(kwargs, key, tensors, floats)):
         _write_unwaited(args)
+        if func.namespace != "aten" and _is_composite(func):
+            return _decompose(func, args, kwargs or {})
         return run_mixed(func, args, kwargs or {})
     queue = tensors[0]._handle.queue
     if queue.unwaited:
@@ -135,10 +137,13 @@ def _composite_key(func: Any) -> str | None:
 
 
 def _decompose(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Decompose an operator, now and in later calls."""
+    """Decompose an operator: one of PyTorch's in later calls, too; a custom one may be another by then, of the same
+    name, and an overload must not be called once its library is gone.
+    """
     key = getattr(torch._C.DispatchKey, _composite_key(func) or "")
-    specials[func.name()] = handler = lambda args, kwargs: func._op_dk(key, *args, **kwargs)
-    return handler(args, kwargs)
+    if func.namespace == "aten":
+        specials[func.name()] = lambda args, kwargs: func._op_dk(key, *args, **kwargs)
+    return func._op_dk(key, *args, **kwargs)
 
 
 def _returned(queue: CommandQueue, found: CachedOp, tensors: list[VirtualTensor], first: int) -> Any:
