@@ -42,7 +42,7 @@ def test_a_host_sums_up_first_where_the_network_was_measured_to_be_slow(
         assert sorted(measured.groups[0]) == [(0, 1), (2,)], measured
         assert find_reductions(pool.devices, pool.links, [TRIO])[TRIO][-1].parts == ((0, 1), (2,))
         crossed = {}
-        ways: dict[str, Any] = {"each host first": find_reductions, "one ring": lambda devices, links, groups: {}}
+        ways: dict[str, Any] = {"each host first": find_reductions, "one ring": lambda *given, **named: {}}
         for name, chosen in ways.items():
             monkeypatch.setattr(compiler, "find_reductions", chosen)
             with onebox.Trainer(*parts(), pool=pool, plan=plan, engine=onebox.Engine(check_every=0)) as trainer:

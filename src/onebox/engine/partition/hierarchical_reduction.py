@@ -43,7 +43,11 @@ Matrix = dict[int, dict[int, float]]
 
 
 def find_reductions(
-    devices: Sequence[DeviceInfo], links: LinkMap, replica_groups: Iterable[Members]
+    devices: Sequence[DeviceInfo],
+    links: LinkMap,
+    replica_groups: Iterable[Members],
+    *,
+    plain_links: bool = False,
 ) -> dict[Members, tuple[AllReduceAlgorithm, ...]]:
     """Return how groups may sum up: in one ring, or in parts first; only those that may do other than in one ring. The
     ring is the first, unless it is the slowest for sums of any size.
@@ -54,11 +58,12 @@ def find_reductions(
         devices: All devices of the pool.
         links: Its emulated links.
         replica_groups: The groups.
+        plain_links: Whether connections between its hosts are not encrypted.
     """
     several = [
         members for members in dict.fromkeys(replica_groups) if len(members) > 2 and _apart(devices, links, members)
     ]
-    known = _matrices(devices, links) if several else None
+    known = _matrices(devices, links, plain_links) if several else None
     if known is None:
         return {members: (way,) for members in several if (way := _by_hosts(devices, members)) is not None}
     found = {}
@@ -71,9 +76,9 @@ def find_reductions(
     return found
 
 
-def known_links(devices: Sequence[DeviceInfo], links: LinkMap) -> Links | None:
+def known_links(devices: Sequence[DeviceInfo], links: LinkMap, *, plain_links: bool = False) -> Links | None:
     """Return the known speeds of the links between a pool's devices; ``None`` if unknown."""
-    known = _matrices(devices, links)
+    known = _matrices(devices, links, plain_links)
     return None if known is None else Links(latency_s=known[0], bandwidth_bps=known[1])
 
 
@@ -109,12 +114,12 @@ def _apart(devices: Sequence[DeviceInfo], links: LinkMap, members: Members) -> b
 
 
 def _matrices(
-    devices: Sequence[DeviceInfo], links: LinkMap
+    devices: Sequence[DeviceInfo], links: LinkMap, plain_links: bool
 ) -> tuple[Mapping[int, Mapping[int, float]], Mapping[int, Mapping[int, float]]] | None:
     """Return latencies and bandwidths between all devices; ``None`` if unknown."""
     every = [device.number for device in devices]
     if not links:
-        known = load(profile_key(devices, links), PoolProfile)
+        known = load(profile_key(devices, links, plain_links=plain_links), PoolProfile)
         return None if known is None else (known.latency_s, known.bandwidth_bps)
     latency_s: Matrix = {a: dict.fromkeys(every, _MEMORY_LATENCY_S) for a in every}
     bandwidth_bps: Matrix = {a: dict.fromkeys(every, _MEMORY_BPS) for a in every}
