@@ -49,10 +49,12 @@ def find_reductions(
     *,
     plain_links: bool = False,
 ) -> dict[Members, tuple[AllReduceAlgorithm, ...]]:
-    """Return how groups may sum up: in one ring, or in parts first; only those that may do other than in one ring. The
-    ring is the first, unless it is the slowest for sums of any size.
+    """Return how groups may sum up: in one ring, or in parts first; only those that may do other than in one ring.
 
-    Groups whose links are not known sum within each host first, but for those of GPUs alone: NCCL may connect all.
+    The ring comes first, and is left out where another way is better for sums of any size.
+
+    Groups whose links are not known sum within each host first, but for those of GPUs alone that NCCL may connect,
+    which it does not encrypt.
 
     Args:
         devices: All devices of the pool.
@@ -65,7 +67,8 @@ def find_reductions(
     ]
     known = _matrices(devices, links, plain_links) if several else None
     if known is None:
-        return {members: (way,) for members in several if (way := _by_hosts(devices, members)) is not None}
+        by_hosts = ((members, _by_hosts(devices, members, plain_links)) for members in several)
+        return {members: (way,) for members, way in by_hosts if way is not None}
     found = {}
     for members in several:
         ways = all_reduce_algorithms(*known, members)
@@ -96,13 +99,13 @@ def group_leaders(parts: DeviceGroups) -> Members:
     return tuple(part[0] for part in parts)
 
 
-def _by_hosts(devices: Sequence[DeviceInfo], members: Members) -> AllReduceAlgorithm | None:
-    """Return the way in which each host sums first; ``None`` if each has one member only, or all are GPUs."""
+def _by_hosts(devices: Sequence[DeviceInfo], members: Members, plain_links: bool) -> AllReduceAlgorithm | None:
+    """Return the way in which each host sums first; ``None`` if each has one member only, or NCCL may connect all."""
     parts: dict[str, Members] = {}
     for member in members:
         host = devices[member].host
         parts[host] = (*parts.get(host, ()), member)
-    if len(parts) == len(members) or all(devices[member].kind == "cuda" for member in members):
+    if len(parts) == len(members) or (plain_links and all(devices[member].kind == "cuda" for member in members)):
         return None
     return AllReduceAlgorithm(tuple(parts.values()), _UNKNOWN)
 

@@ -295,24 +295,35 @@ def test_ways_are_found_by_the_links_that_are_known() -> None:
 
 
 @pytest.mark.parametrize(
-    ("hosts", "device", "parts"),
+    ("hosts", "device", "plain_links", "parts"),
     [
-        (HOSTS, "cpu", HOSTS),
-        (((0, 3), (1, 2)), "cpu", ((0, 3), (1, 2))),
-        (((0,), (1,), (2, 3)), "cpu", ((0,), (1,), (2, 3))),
-        (((0,), (1,), (2,), (3,)), "cpu", None),
-        (((0, 1, 2, 3),), "cpu", None),
-        (HOSTS, "cuda:0", None),
+        (HOSTS, "cpu", False, HOSTS),
+        (HOSTS, "cpu", True, HOSTS),
+        (((0, 3), (1, 2)), "cpu", False, ((0, 3), (1, 2))),
+        (((0,), (1,), (2, 3)), "cpu", False, ((0,), (1,), (2, 3))),
+        (((0,), (1,), (2,), (3,)), "cpu", False, None),
+        (((0, 1, 2, 3),), "cpu", False, None),
+        (HOSTS, "cuda:0", False, HOSTS),
+        (HOSTS, "cuda:0", True, None),
     ],
-    ids=["two hosts", "in turn", "some hosts of one", "all hosts of one", "one host", "GPUs, perhaps by NCCL"],
+    ids=[
+        "two hosts",
+        "two hosts, plain links",
+        "in turn",
+        "some hosts of one",
+        "all hosts of one",
+        "one host",
+        "GPUs, encrypted links",
+        "GPUs, perhaps by NCCL",
+    ],
 )
 def test_each_host_sums_first_where_no_link_was_measured(
-    hosts: Sequence[Members], device: str, parts: Sequence[Members] | None
+    hosts: Sequence[Members], device: str, plain_links: bool, parts: Sequence[Members] | None
 ) -> None:
     of = {worker: f"never-measured-{number}" for number, own in enumerate(hosts) for worker in own}
     card: dict[str, Any] = {"device": device, "name": "", "threads": 1, "memory_bytes": 1 << 30}
     devices = [DeviceInfo(number=worker, host=of[worker], **card) for worker in sorted(of)]
-    found = find_reductions(devices, {}, [(0, 1, 2, 3)])
+    found = find_reductions(devices, {}, [(0, 1, 2, 3)], plain_links=plain_links)
     assert {members: [way.parts for way in own] for members, own in found.items()} == (
         {(0, 1, 2, 3): [parts]} if parts else {}
     )
