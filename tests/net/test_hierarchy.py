@@ -8,7 +8,7 @@ import pytest
 
 import onebox
 from onebox.engine.compile import compiler
-from onebox.engine.partition.hierarchical_reduction import find_reductions
+from onebox.engine.partition.hierarchical_reduction import find_reductions, known_links
 from tests.net.fleet import Fleet
 from tests.net.hosts import Network
 from tests.net.training import GRADIENT_BYTES, alone, batch, outcome, parts, plans
@@ -40,6 +40,7 @@ def test_a_host_sums_up_first_where_the_network_was_measured_to_be_slow(
         crossing_bps = [8 * measured.bandwidth_bps[a][b] for near in (0, 1) for a, b in ((near, 2), (2, near))]
         assert max(crossing_bps) < 1.5 * RATE_BPS, "not by the burst that the network lets through at once"
         assert sorted(measured.groups[0]) == [(0, 1), (2,)], measured
+        assert known_links(pool.devices, pool.links) is not None, "else each host would sum first in any case"
         assert find_reductions(pool.devices, pool.links, [TRIO])[TRIO][-1].parts == ((0, 1), (2,))
         crossed = {}
         ways: dict[str, Any] = {"each host first": find_reductions, "one ring": lambda *given, **named: {}}
