@@ -203,15 +203,15 @@ class Compiler:
         parts = self._first(batch)
         model = parts.programs
         self._with_gradient = frozenset(model.with_gradient)
-        self.holdings = self._sharding(parts, links, plain_links=plain_links)
         self.trained = tuple(name for name in wanted if name in self._with_gradient)
         """The parameters that have gradients, in the optimizer's order."""
         self.versions = versions.only(self.trained)  # one that gets no gradient stays as it is
-        check_elements(optimizers, state, wanted, self.holdings)
         self.affine = tuple(name for name, update in model.updates.items() if update.kind == "affine")
         """The buffers that change with the data, by their old values and a term of the data."""
         self.changed = tuple(model.updates)
         """The buffers that training changes."""
+        self.holdings = self._sharding(parts, links, plain_links=plain_links)
+        check_elements(optimizers, state, wanted, self.holdings)
         everybody = self.holdings.parted(self.trained) or len(plan.stages) > 1
         groups = self.holdings.groups(self.trained, self.affine, everybody=everybody)
         self.groups: Mapping[Members, int] = {members: group_number(members) for members in groups}
@@ -258,7 +258,8 @@ class Compiler:
         holdings = find_sharding_spec(self.plan, parts)
         if self.plan.sync != "workers":
             return holdings
-        replica_groups = (members for own in holdings.replica_groups.values() for members in own)
+        summed = [name for name in (*self.trained, *self.affine) if name not in holdings.owners]  # for all holders
+        replica_groups = (members for name in summed for members in holdings.replica_groups[name])
         ways = find_reductions(self.devices, links, replica_groups, plain_links=plain_links)
         return replace(holdings, ways=ways)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import random
 from collections import Counter
@@ -355,21 +354,43 @@ def test_measurements_of_encrypted_and_of_plain_links_are_not_mixed_up(plain_lin
     assert way.parts == HOSTS
     assert known_links(devices, {}, plain_links=plain_links) is not None
     assert known_links(devices, {}, plain_links=not plain_links) is None
-    model = nn.Linear(3, 2)
+    assert not forecast_job(devices, nn.Linear(3, 2), plain_links).compiler(MORE["four replicas"]).holdings.ways
+    assert forecast_job(devices, nn.Linear(3, 2), not plain_links).compiler(MORE["four replicas"]).holdings.ways
+
+
+def forecast_job(devices: Sequence[DeviceInfo], model: nn.Module, plain_links: bool = False) -> TrainingJob:
+    """Return the training of a model of three inputs and two outputs, of which no worker knows."""
+    trained = {f"model.{name}" for name, parameter in model.named_parameters() if parameter.requires_grad}
     spec = CaptureSpec(
         model=model,
         loss=nn.functional.mse_loss,
         metrics={},
         precision="fp32",
         device_type="cpu",
-        trained=frozenset({"model.weight", "model.bias"}),
+        trained=frozenset(trained),
     )
-    job = TrainingJob(
+    return TrainingJob(
         captures=Captures(spec),
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        optimizer=torch.optim.SGD([one for one in model.parameters() if one.requires_grad], lr=0.1),
         batch=as_batch(torch.zeros(8, 3), torch.zeros(8, 2)),
         devices=devices,
         plain_links=plain_links,
     )
-    assert not job.compiler(MORE["four replicas"]).holdings.ways
-    assert dataclasses.replace(job, plain_links=not plain_links).compiler(MORE["four replicas"]).holdings.ways
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "norm", "groups"),
+    [
+        ("replicated", False, {(0, 1), (2, 3), (0, 2)}),
+        ("sharded", False, {(0, 1, 2, 3)}),
+        ("sharded", True, {(0, 1, 2, 3), (0, 1), (2, 3), (0, 2)}),
+    ],
+    ids=["replicated", "sharded", "sharded, with statistics"],
+)
+def test_groups_are_formed_only_for_sums_that_are_made(optimizer: Any, norm: bool, groups: set[Members]) -> None:
+    """Sums for an owner go over all at once, those of statistics in each host first."""
+    card: dict[str, Any] = {"device": "cpu", "name": "", "threads": 1, "memory_bytes": 1 << 30}
+    devices = [DeviceInfo(number=number, host=f"unknown-{number // 2}", **card) for number in range(4)]
+    model = nn.Sequential(nn.Linear(3, 4), *([nn.BatchNorm1d(4)] if norm else []), nn.Linear(4, 2))
+    found = forecast_job(devices, model).compiler(replace(MORE["four replicas"], optimizer=optimizer))
+    assert set(found.groups) == groups
