@@ -12,7 +12,6 @@ suffice.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Mapping, Sequence
 
 from onebox.cost import (
@@ -112,8 +111,10 @@ def _by_hosts(devices: Sequence[DeviceInfo], members: Members, plain_links: bool
 
 def _apart(devices: Sequence[DeviceInfo], links: LinkMap, members: Members) -> bool:
     """Return whether members are on different hosts, or emulated as such."""
-    linked = any(pair in links for pair in itertools.permutations(members, 2))
-    return linked or len({devices[member].host for member in members}) > 1
+    if len({devices[member].host for member in members}) > 1:
+        return True
+    own = frozenset(members)
+    return any(source in own and target in own for source, target in links)
 
 
 def _matrices(
