@@ -306,7 +306,13 @@ def predict_plan(
         validate(Schedule.parse(plan.table), plan.routes(problem.batch), edges)
     predicted, simulation = predict(problem, plan)
     counted = TrainingJob(
-        captures=captures, optimizer=optimizer, batch=as_batch(images, labels), devices=pool.devices, delay=late
+        captures=captures,
+        optimizer=optimizer,
+        batch=as_batch(images, labels),
+        devices=pool.devices,
+        links=pool.links,
+        plain_links=pool.plain_links,
+        delay=late,
     )
     plan = with_peaks(msgspec.structs.replace(plan, predicted=predicted), counted.peaks(plan))
     return PlanForecast(plan=plan, simulation=simulation, problem=problem, delays=late, measured=profile.measured)

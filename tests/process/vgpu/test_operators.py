@@ -7,9 +7,10 @@ import torch
 from torch import nn
 from torch.utils._mode_utils import no_dispatch
 
+from onebox.vgpu.dispatch.registry import specials
 from onebox.vgpu.runtime.context import current_context
 
-DEVICES = 1
+DEVICES = 2
 pytestmark = pytest.mark.usefixtures("pool")
 
 
@@ -63,7 +64,7 @@ def test_the_rank_of_a_matrix_is_written_to_out() -> None:
 
 def test_what_only_the_worker_knows_is_asked_once() -> None:
     module, image = nn.BatchNorm2d(7).eval().to("vgpu:0"), torch.randn(2, 7, 5, 5, device="vgpu:0")
-    (stream,) = current_context().queues
+    stream = current_context().queues[0]
     waits = []
     with torch.no_grad():
         for _ in range(3):
@@ -81,3 +82,18 @@ def test_random_states_are_kept_where_classes_of_tensors_are_passed_by() -> None
     with no_dispatch():
         module.set_rng_state(state)
     assert torch.equal(first.cpu(), torch.randn(5, device="vgpu:0").cpu())
+
+
+def test_a_custom_operator_may_be_defined_again_and_takes_tensors_of_other_devices() -> None:
+    there, here, other = torch.ones(3, device="vgpu:0"), torch.arange(3.0), torch.arange(3.0, device="vgpu:1")
+    for factor in (2.0, 3.0):
+        library = torch.library.Library("onebox_tests", "FRAGMENT")
+        try:
+            library.define("scaled(Tensor x, Tensor y) -> Tensor")
+            kernel = lambda x, y, by=factor: x * by + y.to(x.device)  # noqa: E731
+            library.impl("scaled", kernel, "CompositeExplicitAutograd")
+            for y in (here, other, there):
+                assert torch.equal(torch.ops.onebox_tests.scaled(there, y).cpu(), factor + y.cpu())
+            assert "onebox_tests::scaled" not in specials, "a call of an operator that is gone may end the process"
+        finally:
+            library._destroy()

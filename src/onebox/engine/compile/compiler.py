@@ -153,6 +153,7 @@ class Compiler:
         batch: A first batch; all later ones read the same of the state.
         devices: All devices of the pool.
         links: Its emulated links.
+        plain_links: Whether connections between its hosts are not encrypted.
         state: Parameters and buffers.
         optimizers: The optimizers.
         wanted: Names of the parameters that they update, in their order.
@@ -177,6 +178,7 @@ class Compiler:
         *,
         devices: Sequence[DeviceInfo],
         links: LinkMap,
+        plain_links: bool,
         state: NamedState,
         optimizers: Optimizers,
         wanted: Sequence[str],
@@ -194,22 +196,22 @@ class Compiler:
         self._numbers = numbers
         self._optimizer = optimizer
         self._captures = captures
-        self._stages = StageCutter(plan, captures, known_links(devices, links))
+        self._stages = StageCutter(plan, captures, known_links(devices, links, plain_links=plain_links))
         self._compiled: dict[Hashable, CompiledStep] = {}
         self.footprints = footprints(optimizers, state, versions.delay)
         """The memory that the optimizers' state takes of each parameter."""
         parts = self._first(batch)
         model = parts.programs
         self._with_gradient = frozenset(model.with_gradient)
-        self.holdings = self._sharding(parts, links)
         self.trained = tuple(name for name in wanted if name in self._with_gradient)
         """The parameters that have gradients, in the optimizer's order."""
         self.versions = versions.only(self.trained)  # one that gets no gradient stays as it is
-        check_elements(optimizers, state, wanted, self.holdings)
         self.affine = tuple(name for name, update in model.updates.items() if update.kind == "affine")
         """The buffers that change with the data, by their old values and a term of the data."""
         self.changed = tuple(model.updates)
         """The buffers that training changes."""
+        self.holdings = self._sharding(parts, links, plain_links=plain_links)
+        check_elements(optimizers, state, wanted, self.holdings)
         everybody = self.holdings.parted(self.trained) or len(plan.stages) > 1
         groups = self.holdings.groups(self.trained, self.affine, everybody=everybody)
         self.groups: Mapping[Members, int] = {members: group_number(members) for members in groups}
@@ -251,13 +253,15 @@ class Compiler:
         self._stages.check(batch, size)
         return self._stages.parts(batch, size, train=True)
 
-    def _sharding(self, parts: PhasePrograms, links: LinkMap) -> ShardingSpec:
+    def _sharding(self, parts: PhasePrograms, links: LinkMap, *, plain_links: bool) -> ShardingSpec:
         """Return who is to hold what."""
         holdings = find_sharding_spec(self.plan, parts)
         if self.plan.sync != "workers":
             return holdings
-        replica_groups = (members for own in holdings.replica_groups.values() for members in own)
-        return replace(holdings, ways=find_reductions(self.devices, links, replica_groups))
+        summed = [name for name in (*self.trained, *self.affine) if name not in holdings.owners]  # for all holders
+        replica_groups = (members for name in summed for members in holdings.replica_groups[name])
+        ways = find_reductions(self.devices, links, replica_groups, plain_links=plain_links)
+        return replace(holdings, ways=ways)
 
     def known(self, batch: Batch, *, windows: bool = False) -> CompiledStep | None:
         """Return the routines of :meth:`step` if they have been made; callable from any thread."""

@@ -123,6 +123,7 @@ class InstalledPlan:
             batch,
             devices=pool.devices,
             links=pool.links,
+            plain_links=pool.plain_links,
             state=remote.named,
             optimizers=remote.optimizer,
             wanted=remote.wanted,

@@ -48,6 +48,7 @@ class TrainingJob:
         batch: A batch.
         devices: All devices of the pool.
         links: The pool's emulated links, if it has any.
+        plain_links: Whether connections between its hosts are not encrypted.
         max_norm: Gradient clipping norm; 0 for none.
         ahead: Number of similar batches that are uploaded in advance.
         delay: Treatment of late gradients, if any.
@@ -61,6 +62,7 @@ class TrainingJob:
     batch: Batch
     devices: Sequence[DeviceInfo]
     links: LinkMap | None = None
+    plain_links: bool = False
     max_norm: float = 0.0
     ahead: int = 0
     delay: GroupDelays = "none"
@@ -129,6 +131,7 @@ class TrainingJob:
             self.batch,
             devices=self.devices,
             links=self.links or {},
+            plain_links=self.plain_links,
             state=state,
             optimizers=optimizers,
             wanted=wanted,

@@ -12,7 +12,6 @@ suffice.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Mapping, Sequence
 
 from onebox.cost import (
@@ -43,24 +42,32 @@ Matrix = dict[int, dict[int, float]]
 
 
 def find_reductions(
-    devices: Sequence[DeviceInfo], links: LinkMap, replica_groups: Iterable[Members]
+    devices: Sequence[DeviceInfo],
+    links: LinkMap,
+    replica_groups: Iterable[Members],
+    *,
+    plain_links: bool = False,
 ) -> dict[Members, tuple[AllReduceAlgorithm, ...]]:
-    """Return how groups may sum up: in one ring, or in parts first; only those that may do other than in one ring. The
-    ring is the first, unless it is the slowest for sums of any size.
+    """Return how groups may sum up: in one ring, or in parts first; only those that may do other than in one ring.
 
-    Groups whose links are not known sum within each host first, but for those of GPUs alone: NCCL may connect all.
+    The ring comes first, and is left out where another way is better for sums of any size.
+
+    Groups whose links are not known sum within each host first, but for those of GPUs alone that NCCL may connect,
+    which it does not encrypt.
 
     Args:
         devices: All devices of the pool.
         links: Its emulated links.
         replica_groups: The groups.
+        plain_links: Whether connections between its hosts are not encrypted.
     """
     several = [
         members for members in dict.fromkeys(replica_groups) if len(members) > 2 and _apart(devices, links, members)
     ]
-    known = _matrices(devices, links) if several else None
+    known = _matrices(devices, links, plain_links) if several else None
     if known is None:
-        return {members: (way,) for members in several if (way := _by_hosts(devices, members)) is not None}
+        by_hosts = ((members, _by_hosts(devices, members, plain_links)) for members in several)
+        return {members: (way,) for members, way in by_hosts if way is not None}
     found = {}
     for members in several:
         ways = all_reduce_algorithms(*known, members)
@@ -71,9 +78,9 @@ def find_reductions(
     return found
 
 
-def known_links(devices: Sequence[DeviceInfo], links: LinkMap) -> Links | None:
+def known_links(devices: Sequence[DeviceInfo], links: LinkMap, *, plain_links: bool = False) -> Links | None:
     """Return the known speeds of the links between a pool's devices; ``None`` if unknown."""
-    known = _matrices(devices, links)
+    known = _matrices(devices, links, plain_links)
     return None if known is None else Links(latency_s=known[0], bandwidth_bps=known[1])
 
 
@@ -91,30 +98,32 @@ def group_leaders(parts: DeviceGroups) -> Members:
     return tuple(part[0] for part in parts)
 
 
-def _by_hosts(devices: Sequence[DeviceInfo], members: Members) -> AllReduceAlgorithm | None:
-    """Return the way in which each host sums first; ``None`` if each has one member only, or all are GPUs."""
+def _by_hosts(devices: Sequence[DeviceInfo], members: Members, plain_links: bool) -> AllReduceAlgorithm | None:
+    """Return the way in which each host sums first; ``None`` if each has one member only, or NCCL may connect all."""
     parts: dict[str, Members] = {}
     for member in members:
         host = devices[member].host
         parts[host] = (*parts.get(host, ()), member)
-    if len(parts) == len(members) or all(devices[member].kind == "cuda" for member in members):
+    if len(parts) == len(members) or (plain_links and all(devices[member].kind == "cuda" for member in members)):
         return None
     return AllReduceAlgorithm(tuple(parts.values()), _UNKNOWN)
 
 
 def _apart(devices: Sequence[DeviceInfo], links: LinkMap, members: Members) -> bool:
     """Return whether members are on different hosts, or emulated as such."""
-    linked = any(pair in links for pair in itertools.permutations(members, 2))
-    return linked or len({devices[member].host for member in members}) > 1
+    if len({devices[member].host for member in members}) > 1:
+        return True
+    own = frozenset(members)
+    return any(source in own and target in own for source, target in links)
 
 
 def _matrices(
-    devices: Sequence[DeviceInfo], links: LinkMap
+    devices: Sequence[DeviceInfo], links: LinkMap, plain_links: bool
 ) -> tuple[Mapping[int, Mapping[int, float]], Mapping[int, Mapping[int, float]]] | None:
     """Return latencies and bandwidths between all devices; ``None`` if unknown."""
     every = [device.number for device in devices]
     if not links:
-        known = load(profile_key(devices, links), PoolProfile)
+        known = load(profile_key(devices, links, plain_links=plain_links), PoolProfile)
         return None if known is None else (known.latency_s, known.bandwidth_bps)
     latency_s: Matrix = {a: dict.fromkeys(every, _MEMORY_LATENCY_S) for a in every}
     bandwidth_bps: Matrix = {a: dict.fromkeys(every, _MEMORY_BPS) for a in every}

@@ -31,7 +31,7 @@ class ShardingSpec:
     Args:
         devices: The workers of the plan.
         holders: For each parameter and buffer of the programs, the workers that hold it or a shard of it.
-        circles: For each of them, its replica groups: all holders, or those of equal rank.
+        replica_groups: For each of them, its replica groups: all holders, or those of equal rank.
         stages: Replicas of each stage.
         placements: Placements of the names that are split.
         ranks: For each worker, its rank in its replica.

@@ -239,7 +239,13 @@ def make_plan(
         problem = _with_splits(problem, captures, batch, profile, budget_s)
 
     job = TrainingJob(
-        captures=captures, optimizer=optimizer, batch=batch, devices=pool.devices, links=pool.links, delay=late
+        captures=captures,
+        optimizer=optimizer,
+        batch=batch,
+        devices=pool.devices,
+        links=pool.links,
+        plain_links=pool.plain_links,
+        delay=late,
     )
 
     def exact(plan: Plan) -> MemoryForecast:

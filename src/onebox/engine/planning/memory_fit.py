@@ -166,6 +166,8 @@ def estimate_memory(
         optimizer=optimizer,
         batch=as_batch(inputs, targets),
         devices=tuple(devices),
+        links=pool.links if isinstance(pool, Pool) else None,
+        plain_links=isinstance(pool, Pool) and pool.plain_links,
         max_norm=clip_grad_norm or 0.0,
     )
     return _Question(job).answer(asked, rates, budget_s)

@@ -89,6 +89,7 @@ class ReplanWorkload:
             batch=self.batch,
             devices=pool.devices,
             links=pool.links,
+            plain_links=pool.plain_links,
             max_norm=self.max_norm,
             ahead=self.in_flight - 1,
             delay=self.delay,

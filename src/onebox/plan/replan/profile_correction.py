@@ -462,12 +462,14 @@ def _attributed(
     """Attribute the factors of actions to devices and, for each type of device, to segments.
 
     As in :class:`~onebox.plan.replan.estimates.RateEstimator` a device whose actions take a little longer is not a
-    slow one, but computes segments that were measured wrongly, unless a replica of these takes as long as planned.
+    slow one, but computes segments that were measured wrongly, unless a replica of these on a device of its type takes
+    as long as planned.
     """
     own: dict[int, float] = {}
     for number, factor in devices.items():
         others = {device for stage in plan.stages for (device,) in stage.replicas if (number,) in stage.replicas}
-        usual = min((devices[device] for device in others if device in devices), key=lambda one: abs(math.log(one)))
+        alike = [devices[device] for device in others if device in devices and types[device] == types[number]]
+        usual = min(alike, key=lambda one: abs(math.log(one)))
         if not 1 / PLAIN < usual < PLAIN:
             own[number] = factor
         elif not 1 / AGAIN < factor / usual < AGAIN:

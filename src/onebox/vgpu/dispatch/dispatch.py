@@ -44,6 +44,8 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) ->
     floats: list[float] = []
     if not _scan(args, key, tensors, floats) or (kwargs and not _scan_named(kwargs, key, tensors, floats)):
         _write_unwaited(args)
+        if _is_custom(func):
+            return _decompose(func, args, kwargs or {})
         return run_mixed(func, args, kwargs or {})
     queue = tensors[0]._handle.queue
     if queue.unwaited:
@@ -77,9 +79,7 @@ def run(
     for tensor in tensors:
         handle = tensor._handle
         if handle.queue is not queue:
-            for each in tensors:
-                context_of(each._handle.queue)  # raises an error if its pool is closed
-            raise mixed_devices(tensors)
+            return _across_devices(func, args, kwargs or {}, tensors)
         numbers.append(handle.number)
     if floats and key[0] in SHAPED_BY_FLOATS:
         key += map(repr, floats)
@@ -126,6 +126,11 @@ def _is_composite(func: Any) -> bool:
     return _composite_key(func) is not None
 
 
+def _is_custom(func: Any) -> bool:
+    """Return whether an operator is a composite that is not PyTorch's own, and whose tensors may be anywhere."""
+    return func.namespace != "aten" and _is_composite(func)
+
+
 def _composite_key(func: Any) -> str | None:
     kinds = ["CompositeImplicitAutograd"]
     if func.namespace != "aten":  # no worker has it; PyTorch's own of the second kind have kernels for each device
@@ -135,10 +140,13 @@ def _composite_key(func: Any) -> str | None:
 
 
 def _decompose(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Decompose an operator, now and in later calls."""
+    """Decompose an operator: one of PyTorch's in later calls, too; a custom one may be another by then, of the same
+    name, and an overload must not be called once its library is gone.
+    """
     key = getattr(torch._C.DispatchKey, _composite_key(func) or "")
-    specials[func.name()] = handler = lambda args, kwargs: func._op_dk(key, *args, **kwargs)
-    return handler(args, kwargs)
+    if func.namespace == "aten":
+        specials[func.name()] = lambda args, kwargs: func._op_dk(key, *args, **kwargs)
+    return func._op_dk(key, *args, **kwargs)
 
 
 def _returned(queue: CommandQueue, found: CachedOp, tensors: list[VirtualTensor], first: int) -> Any:
@@ -220,6 +228,15 @@ def _elsewhere(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return value._metadata.on_meta() if isinstance(value, VirtualTensor) else value
 
     return func(*map(looks, args), **{key: looks(value) for key, value in kwargs.items()})
+
+
+def _across_devices(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[VirtualTensor]) -> Any:
+    """Run an operator whose tensors are on several virtual devices, if it is a custom one."""
+    for tensor in tensors:
+        context_of(tensor._handle.queue)  # raises an error if its pool is closed
+    if _is_custom(func):
+        return _decompose(func, args, kwargs)
+    raise mixed_devices(tensors)
 
 
 def mixed_devices(tensors: list[Any]) -> RuntimeError:

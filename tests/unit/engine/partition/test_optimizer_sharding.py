@@ -14,15 +14,26 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
+from torch import nn
 
-from onebox.cost import AllReduceAlgorithm
+from onebox.cost import AllReduceAlgorithm, Speeds, near_groups, store
 from onebox.cost.collectives import TransferTime
-from onebox.engine.partition.hierarchical_reduction import find_reductions, group_leaders, subgroups
+from onebox.cost.pool_profile import DeviceProfile, PoolProfile
+from onebox.engine.memory.forecast import TrainingJob
+from onebox.engine.partition.hierarchical_reduction import (
+    find_reductions,
+    group_leaders,
+    known_links,
+    subgroups,
+)
 from onebox.engine.partition.optimizer_sharding import assign_owners, buckets_by_owner
 from onebox.engine.partition.sharding_spec import Members
+from onebox.engine.workload.batch import as_batch
+from onebox.engine.workload.captures import Captures, CaptureSpec
 from onebox.plan import Plan
 from onebox.pool import DeviceInfo, Link
 from onebox.pool.network.emulated import LinkMap
+from onebox.pool.network.profile import profile_key
 from onebox.wire import TensorSpec
 from onebox.wire.protocol.instructions import Broadcast, OptimizerStep, Reduce
 from tests.unit.engine.nets import PLANS, Lowered, batch, build, lower, plan, stage, state_of
@@ -283,24 +294,103 @@ def test_ways_are_found_by_the_links_that_are_known() -> None:
 
 
 @pytest.mark.parametrize(
-    ("hosts", "device", "parts"),
+    ("hosts", "device", "plain_links", "parts"),
     [
-        (HOSTS, "cpu", HOSTS),
-        (((0, 3), (1, 2)), "cpu", ((0, 3), (1, 2))),
-        (((0,), (1,), (2, 3)), "cpu", ((0,), (1,), (2, 3))),
-        (((0,), (1,), (2,), (3,)), "cpu", None),
-        (((0, 1, 2, 3),), "cpu", None),
-        (HOSTS, "cuda:0", None),
+        (HOSTS, "cpu", False, HOSTS),
+        (HOSTS, "cpu", True, HOSTS),
+        (((0, 3), (1, 2)), "cpu", False, ((0, 3), (1, 2))),
+        (((0,), (1,), (2, 3)), "cpu", False, ((0,), (1,), (2, 3))),
+        (((0,), (1,), (2,), (3,)), "cpu", False, None),
+        (((0, 1, 2, 3),), "cpu", False, None),
+        (HOSTS, "cuda:0", False, HOSTS),
+        (HOSTS, "cuda:0", True, None),
     ],
-    ids=["two hosts", "in turn", "some hosts of one", "all hosts of one", "one host", "GPUs, perhaps by NCCL"],
+    ids=[
+        "two hosts",
+        "two hosts, plain links",
+        "in turn",
+        "some hosts of one",
+        "all hosts of one",
+        "one host",
+        "GPUs, encrypted links",
+        "GPUs, perhaps by NCCL",
+    ],
 )
 def test_each_host_sums_first_where_no_link_was_measured(
-    hosts: Sequence[Members], device: str, parts: Sequence[Members] | None
+    hosts: Sequence[Members], device: str, plain_links: bool, parts: Sequence[Members] | None
 ) -> None:
     of = {worker: f"never-measured-{number}" for number, own in enumerate(hosts) for worker in own}
     card: dict[str, Any] = {"device": device, "name": "", "threads": 1, "memory_bytes": 1 << 30}
     devices = [DeviceInfo(number=worker, host=of[worker], **card) for worker in sorted(of)]
-    found = find_reductions(devices, {}, [(0, 1, 2, 3)])
+    found = find_reductions(devices, {}, [(0, 1, 2, 3)], plain_links=plain_links)
     assert {members: [way.parts for way in own] for members, own in found.items()} == (
         {(0, 1, 2, 3): [parts]} if parts else {}
     )
+
+
+@pytest.mark.parametrize("plain_links", [False, True], ids=["encrypted", "plain"])
+def test_measurements_of_encrypted_and_of_plain_links_are_not_mixed_up(plain_links: bool) -> None:
+    """Links that are as quick as memory are known of one kind of connections: one ring is taken there alone."""
+    numbers, own = range(4), f"links-{plain_links}"
+    card: dict[str, Any] = {"device": "cpu", "name": "", "threads": 1, "memory_bytes": 1 << 30}
+    seen: dict[str, Any] = {"speed": 1.0, "emulated": False, "speeds": Speeds(call_s=1e-5)}
+    devices = [DeviceInfo(number=number, host=f"{own}-{number // 2}", **card) for number in numbers]
+    latency_s = {a: {b: 1e-4 for b in numbers if b != a} for a in numbers}
+    bandwidth_bps = {a: {b: 4e9 for b in numbers if b != a} for a in numbers}
+    profile = PoolProfile(
+        devices=tuple(DeviceProfile(number=one.number, host=one.host, **card, **seen) for one in devices),
+        latency_s=latency_s,
+        bandwidth_bps=bandwidth_bps,
+        emulated_links=(),
+        groups=near_groups(latency_s, bandwidth_bps),
+        torch="2.13.0",
+        measured_at="2026-11-27T19:00:00+00:00",
+        links_at_s={a: dict.fromkeys(row, 1000.0) for a, row in latency_s.items()},
+    )
+    assert store(profile_key(devices, {}, plain_links=plain_links), profile)
+    members = tuple(numbers)
+    assert find_reductions(devices, {}, [members], plain_links=plain_links) == {}
+    (way,) = find_reductions(devices, {}, [members], plain_links=not plain_links)[members]
+    assert way.parts == HOSTS
+    assert known_links(devices, {}, plain_links=plain_links) is not None
+    assert known_links(devices, {}, plain_links=not plain_links) is None
+    assert not forecast_job(devices, nn.Linear(3, 2), plain_links).compiler(MORE["four replicas"]).holdings.ways
+    assert forecast_job(devices, nn.Linear(3, 2), not plain_links).compiler(MORE["four replicas"]).holdings.ways
+
+
+def forecast_job(devices: Sequence[DeviceInfo], model: nn.Module, plain_links: bool = False) -> TrainingJob:
+    """Return the training of a model of three inputs and two outputs, of which no worker knows."""
+    trained = {f"model.{name}" for name, parameter in model.named_parameters() if parameter.requires_grad}
+    spec = CaptureSpec(
+        model=model,
+        loss=nn.functional.mse_loss,
+        metrics={},
+        precision="fp32",
+        device_type="cpu",
+        trained=frozenset(trained),
+    )
+    return TrainingJob(
+        captures=Captures(spec),
+        optimizer=torch.optim.SGD([one for one in model.parameters() if one.requires_grad], lr=0.1),
+        batch=as_batch(torch.zeros(8, 3), torch.zeros(8, 2)),
+        devices=devices,
+        plain_links=plain_links,
+    )
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "norm", "groups"),
+    [
+        ("replicated", False, {(0, 1), (2, 3), (0, 2)}),
+        ("sharded", False, {(0, 1, 2, 3)}),
+        ("sharded", True, {(0, 1, 2, 3), (0, 1), (2, 3), (0, 2)}),
+    ],
+    ids=["replicated", "sharded", "sharded, with statistics"],
+)
+def test_groups_are_formed_only_for_sums_that_are_made(optimizer: Any, norm: bool, groups: set[Members]) -> None:
+    """Sums for an owner go over all at once, those of statistics in each host first."""
+    card: dict[str, Any] = {"device": "cpu", "name": "", "threads": 1, "memory_bytes": 1 << 30}
+    devices = [DeviceInfo(number=number, host=f"unknown-{number // 2}", **card) for number in range(4)]
+    model = nn.Sequential(nn.Linear(3, 4), *([nn.BatchNorm1d(4)] if norm else []), nn.Linear(4, 2))
+    found = forecast_job(devices, model).compiler(replace(MORE["four replicas"], optimizer=optimizer))
+    assert set(found.groups) == groups

@@ -76,7 +76,15 @@ def test_a_correction_without_a_load_does_not_prolong_an_earlier_one() -> None:
 
 
 @pytest.mark.parametrize(
-    "factors", [{"devices": {"1": -2.0}}, {"load": {"h": -1.0}}, {"devices": {"1": "x"}}, {"x": 1}]
+    "factors",
+    [
+        {"devices": {"1": -2.0}},
+        {"load": {"h": -1.0}},
+        {"devices": {"1": "x"}},
+        {"segments": {"a": [2.0, 1.0, 1.0]}},
+        {"x": 1},
+    ],
+    ids=["negative", "negative load", "no number", "segments of no type of device", "unknown"],
 )
 def test_a_damaged_correction_counts_as_none(factors: dict[str, object]) -> None:
     at_s = {"devices_at_s": {"1": NOW_S}, "load_at_s": {"h": NOW_S}}

@@ -367,6 +367,18 @@ def test_segments_are_corrected_for_the_type_of_device_that_computed_them() -> N
     assert later.segments["cuda"] == found.factors.segments["cuda"]
 
 
+def test_a_replica_of_another_type_does_not_make_a_device_slow() -> None:
+    problem = with_gpu(machine())
+    plan = planned(problem, REPLICAS)
+    found = correct_profile(plan, run(slowed(problem, {0: 1.3}), plan), problem)
+    assert found.factors is not None
+    assert not found.factors.devices
+    assert found.factors.segments == {
+        "cpu": {name: pytest.approx((1.3,) * 3) for name in NAMES},
+        "cuda": {name: pytest.approx((1.0,) * 3) for name in NAMES},
+    }
+
+
 def test_corrections_follow_one_another() -> None:
     problem = machine(cores=2)
     first = TimeFactors(devices={1: 2.0}, segments={"cpu": {"a": (1.5, 1.0, 1.0)}}, load={"h": 0.5})
