@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -24,9 +24,6 @@ PORT = 7171
 START_S = 60.0
 GRACE_S = 4.0
 """For how long a client or an agent is waited for here that cannot be heard."""
-
-WITHIN_S = 30.0
-"""For what comes in a second or two on a machine that has nothing else to do."""
 
 
 def _name(process: int) -> str:
@@ -161,11 +158,3 @@ class Fleet:
         """Return a client's line to a host's agent."""
         with self.client(client):
             return connect_agent(f"{self.network[name].address}:{port}")
-
-
-def until(true: Callable[[], bool], within_s: float = WITHIN_S) -> None:
-    """Wait for something to become true."""
-    end_s = time.monotonic() + within_s
-    while not true():
-        assert time.monotonic() < end_s
-        time.sleep(0.05)

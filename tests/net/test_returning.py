@@ -12,10 +12,11 @@ import pytest
 import onebox
 from onebox.errors import PoolError
 from tests.net.cuts import BOUND_S, sufferer
-from tests.net.fleet import MACHINES, Fleet, until
+from tests.net.fleet import MACHINES, Fleet
 from tests.net.hosts import Network
 from tests.net.training import NARROW, alone, plans
 from tests.reference import assert_same
+from tests.waiting import until
 
 TRIES = 3
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -85,11 +83,3 @@ def _process(*arguments: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "tests.process.agent.serving", *arguments]
     pipe = subprocess.PIPE
     return warm.Popen(command, cwd=_REPOSITORY, env=warm.single(), stdin=pipe, stdout=pipe, text=True)
-
-
-def until(condition: Callable[[], bool], within_s: float = NOTICED_S) -> None:
-    """Wait until something is so."""
-    end_s = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < end_s
-        time.sleep(0.05)

@@ -9,8 +9,7 @@ import os
 import select
 import signal
 import subprocess
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from onebox.pool.launch.worker_user import LeaseUsers, running_process, running_
 from onebox.pool.launch.zygotes import Zygotes
 from onebox.wire import new_keys
 from onebox.worker.sandbox import seccomp
+from tests.waiting import until
 
 SHARE = Share(device="cpu", threads=1, memory_bytes=1 << 26)
 WAIT_S = 60.0
@@ -88,14 +88,6 @@ def cgroups() -> Iterator[LeaseCgroups]:
         pytest.skip(made.state)
     yield made
     made.close()
-
-
-def until(condition: Callable[[], Any]) -> Any:
-    end_s = time.monotonic() + WAIT_S
-    while not (found := condition()):
-        assert time.monotonic() < end_s
-        time.sleep(0.01)
-    return found
 
 
 def started(isolation: LeaseIsolation, *leases: int) -> Workers:

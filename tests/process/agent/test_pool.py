@@ -22,9 +22,10 @@ from onebox.plan import Plan
 from onebox.pool import Pool, open_pool
 from onebox.wire.protocol.instructions import Ask
 from tests.models import CASES, OPTIMIZERS
-from tests.process.agent.hosts import NOTICED_S, Host, start, until
+from tests.process.agent.hosts import NOTICED_S, Host, start
 from tests.process.cli.commands import WITHIN_S, read_until, running
 from tests.reference import Outcome, assert_same, train
+from tests.waiting import until
 
 pytestmark = pytest.mark.usefixtures("folder")
 

@@ -20,8 +20,9 @@ from onebox.plan import Plan
 from onebox.pool import Pool, open_pool
 from onebox.pool.backends.agents.agent_source import connect_agent
 from tests.models import CASES, OPTIMIZERS
-from tests.process.agent.hosts import Host, until
+from tests.process.agent.hosts import Host
 from tests.process.stages import staged
+from tests.waiting import until
 
 pytestmark = pytest.mark.usefixtures("folder")
 

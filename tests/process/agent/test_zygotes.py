@@ -12,7 +12,6 @@ import signal
 import struct
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -35,6 +34,7 @@ from tests import warm
 from tests.process.agent.fork_server_state import PATCH
 from tests.process.agent.raw import gone, house
 from tests.process.agent.test_lease_users import readable_by_all
+from tests.waiting import until
 
 ROOT = Path(__file__).resolve().parents[3]
 SHARE = Share(device="cpu", threads=1, memory_bytes=1 << 26)
@@ -67,14 +67,6 @@ def made() -> Iterator[Callable[..., Workers]]:
     yield make
     for workers in found:
         workers.close()
-
-
-def until(condition: Callable[[], Any]) -> Any:
-    end_s = time.monotonic() + WAIT_S
-    while not (found := condition()):
-        assert time.monotonic() < end_s
-        time.sleep(0.01)
-    return found
 
 
 def turn(workers: Workers, now_s: float = 0.0) -> list[LeaseEvent]:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable
 
 import pytest
 
@@ -12,6 +10,7 @@ from onebox.errors import PoolError
 from onebox.pool import reclaim
 from onebox.pool.backends.base import WorkerHandle
 from onebox.pool.reclaim import FIRST_S, MOST_S, Reclaimer, RetryTimes
+from tests.waiting import until
 
 
 def test_intervals_grow_with_refusals_and_not_while_nobody_can_be_asked() -> None:
@@ -50,13 +49,6 @@ class Handle:
 
     def close(self, *, grace_s: float) -> None:
         self.closed = True
-
-
-def until(true: Callable[[], bool]) -> None:
-    end_s = time.monotonic() + 30
-    while not true():
-        assert time.monotonic() < end_s
-        time.sleep(0.005)
 
 
 @pytest.fixture

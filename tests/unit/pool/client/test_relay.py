@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import pytest
@@ -16,6 +15,7 @@ from onebox.pool.client.relay import CHUNK_BYTES, Relay
 from onebox.pool.client.relay_routes import RelayEnd, RelayRoute
 from onebox.pool.errors import WorkerLocation
 from onebox.wire.relay_greeting import GREETING_BYTES, TOKEN_BYTES, Greeting, decode_greeting, greeting_reply
+from tests.waiting import until
 
 WITHIN_S = 30.0
 HERE = "127.0.0.1"
@@ -76,13 +76,6 @@ def connected(relay: Relay, ends: Ends) -> Iterator[tuple[socket.socket, socket.
         target.sendall(b"!")
         assert source.recv(1) == b"!"
         yield source, target
-
-
-def until(true: Callable[[], bool]) -> None:
-    end_s = time.monotonic() + WITHIN_S
-    while not true():
-        assert time.monotonic() < end_s
-        time.sleep(0.01)
 
 
 def read_all(connection: socket.socket) -> bytes:

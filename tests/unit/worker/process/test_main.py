@@ -8,7 +8,7 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -41,6 +41,7 @@ from onebox.worker.process.main import MESSAGE_BYTES, Ports, WorkerServer
 from onebox.worker.progress import WorkerProgress
 from tests.unit.machines import define, elementwise
 from tests.unit.worker.late_device import LateDevice
+from tests.waiting import until
 
 SPEC = TensorSpec("float32", (2,))
 VALUES = torch.tensor([1.0, -2.0])
@@ -364,14 +365,6 @@ def begun(client: Client, *instructions: Instruction) -> int:
     number = client.tell(*instructions)
     until(lambda: bool(client.server._replies))
     return number
-
-
-def until(true: Callable[[], bool]) -> None:
-    """Wait for something to become true."""
-    end_s = time.monotonic() + 10
-    while not true():
-        assert time.monotonic() < end_s
-        time.sleep(0.001)
 
 
 @pytest.mark.parametrize("left", [False, True], ids=["in the group", "after the group was left"])

@@ -47,6 +47,7 @@ from onebox.wire.protocol.agents import (
     WorkerEnded,
 )
 from tests.unit.pool.backends.agents.scripted import OFFERS, ScriptedAgent, scripted
+from tests.waiting import until
 
 CPU = Want("cpu", 1, 1000)
 CLIENT = new_keys().public
@@ -79,14 +80,6 @@ def ends(member: RemoteWorker, within_s: float = 5.0) -> str:
     readable, _, _ = select.select([member.descriptor], [], [], within_s)
     assert readable, "nothing was told"
     return str(member.death())
-
-
-def until(true: Callable[[], bool], within_s: float = 30.0) -> bool:
-    """Wait for something, and return whether it has come true."""
-    end_s = time.monotonic() + within_s
-    while not true() and time.monotonic() < end_s:
-        time.sleep(0.02)
-    return true()
 
 
 def test_a_lease_brings_members_and_is_released_with_the_line(agent: ScriptedAgent) -> None:
@@ -159,7 +152,7 @@ def test_a_silent_agent_is_gone_and_may_come_back(
     assert f"cannot be reached: the agent at {agent.address} has been silent for" in ends(member)
     assert line.gone
     agent.mute = False
-    assert until(lambda: not line.gone)
+    until(lambda: not line.gone)
     assert line.inspect().offers == OFFERS
 
 
@@ -179,7 +172,7 @@ def test_while_an_agent_is_lost_each_request_fails_at_once(
     assert line.gone and time.monotonic() - began_s < 3.0
     assert agent.kinds().count("Lease") == 2, "what would not be answered is not sent"
     agent.mute = False
-    assert until(lambda: agent.leases == [second[0].lease]), "what was released meanwhile is given back"
+    until(lambda: agent.leases == [second[0].lease])  # what was released meanwhile is given back
     assert line.inspect().offers == OFFERS
     (again,) = line.lease([CPU], CLIENT)
     assert not select.select([again.descriptor], [], [], 0.0)[0]
@@ -237,7 +230,7 @@ def test_workers_that_were_given_up_are_given_back_when_their_agent_is_back(
     agent.mute = True
     ends(lost)
     agent.mute = False
-    assert until(lambda: not line.gone)
+    until(lambda: not line.gone)
     (kept,) = line.lease([CPU], CLIENT)
     end_s = time.monotonic() + 30
     while agent.leases != [kept.lease]:
@@ -359,7 +352,7 @@ def test_an_answer_that_cannot_be_read(agent: ScriptedAgent, line: AgentConnecti
     grants.set()
     with pytest.raises(PoolError, match="only the request that it answers has failed"):
         line.lease([CPU], CLIENT)
-    assert until(lambda: any(isinstance(each, Release) and each.request for each in agent.heard)), "it is withdrawn"
+    until(lambda: any(isinstance(each, Release) and each.request for each in agent.heard))  # it is withdrawn
 
 
 def unreadable(request: Request) -> bytes:
