@@ -18,7 +18,7 @@ from torch import Tensor
 from onebox.errors import UsageError, WireError
 from onebox.wire import Many, Operator, Program, SlotArgument, TensorSpec, spec_of, with_deaths
 from onebox.wire.protocol.groups import Retime
-from onebox.wire.protocol.instructions import Ask, Call, Free, Get, OptimizerStep, Options
+from onebox.wire.protocol.instructions import Ask, Call, Free, Get, OptimizerStep, Options, Send
 from onebox.wire.protocol.requests import Define, OptimizerSpec, Put, Routine, Run, StoredProgram
 from onebox.wire.protocol.responses import Digest, OptimizerState, Scalars, WorkerMemory
 from onebox.wire.protocol.snapshots import StateEntry
@@ -108,6 +108,18 @@ def test_what_fails_fails_at_the_end_of_the_work_before_it(slept: list[int], rig
         patch.setattr(rig.machine, "_report", lambda failure: done.append(len(slept)))
         rig.do(Run(102))
     assert done == [1]
+
+
+def test_the_groups_of_a_routine_that_cannot_run_are_left_at_the_end_of_the_work_before_it(
+    slept: list[int], rig: Rig
+) -> None:
+    rig.do(Define(101, StoredProgram(RELU, 1.0)))
+    rig.do(Define(102, Routine((Send(-1, 5, 1),), 1)))
+    left: list[int] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rig.machine._groups, "abandon", lambda number, failure: left.append(len(slept)))
+        rig.do(Call(101, (1,), (2,)), Run(102))
+    assert left == [1]
 
 
 @pytest.mark.parametrize("speed", [0.0, -1.0, math.inf, math.nan])
