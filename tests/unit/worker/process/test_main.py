@@ -394,8 +394,7 @@ def test_replies_that_wait_for_an_emulated_device_are_bounded(monkeypatch: pytes
         assert answered[0][1] <= 3
 
 
-def test_the_work_of_an_emulated_device_takes_as_long_as_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Longer than a timeout of a socket can be."""
+def test_the_work_of_an_emulated_device_may_take_longer_than_a_socket_can_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress_module, "sleep_until", lambda end_ns: None)
     with sim(1e7) as client:
         first = client.tell(CALL)
