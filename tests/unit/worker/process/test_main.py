@@ -354,18 +354,21 @@ def sim(cost_s: float) -> Iterator[Client]:
         client.close()
 
 
-@pytest.mark.parametrize("failing", ["instruction", "question", "routine", "frames", "junk"])
-def test_a_failure_is_answered_after_what_an_emulated_device_has_still_to_do(failing: str) -> None:
+@pytest.mark.parametrize(
+    ("failing", "frames"),
+    [(Get((1,)), []), (Ask("digest", (9,)), []), (Run(51), []), (Ask("memory"), [FRAME]), (None, [])],
+    ids=["values", "question", "routine", "frames", "junk"],
+)
+def test_a_failure_is_answered_after_what_an_emulated_device_has_still_to_do(
+    failing: Instruction | None, frames: list[bytes]
+) -> None:
     with sim(0.2) as client:
         first = client.tell(CALL)
-        second = client.number + 1
-        if failing == "junk":
-            second = 0
+        if failing is None:
             client.socket.send_multipart([b"junk"])
-        elif failing == "frames":
-            client.tell(Ask("memory"), frames=[FRAME])
+            second = 0
         else:
-            client.tell({"instruction": Get((1,)), "question": Ask("digest", (9,)), "routine": Run(51)}[failing])
+            second = client.tell(failing, frames=frames)
         replies = [client.receive()[0] for _ in range(2)]
         assert [(reply.number, reply.failure is None) for reply in replies] == [(first, True), (second, False)]
 
