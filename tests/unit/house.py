@@ -35,7 +35,7 @@ class EndableServer(WorkerServer):
     def _receive(self, end_s: float = math.inf) -> bool:
         while not super()._receive(min(end_s, time.monotonic() + 0.05)):
             if self.ended:
-                self._deferred.append((Envelope(0, False, (Shutdown(),)), ()))
+                self._deferred.append((Envelope(0, False, (Shutdown(),)), (), 0))
                 return True
             if time.monotonic() >= end_s:
                 return False

@@ -18,7 +18,7 @@ from torch import Tensor
 from onebox.errors import UsageError, WireError
 from onebox.wire import Many, Operator, Program, SlotArgument, TensorSpec, spec_of, with_deaths
 from onebox.wire.protocol.groups import Retime
-from onebox.wire.protocol.instructions import Ask, Call, Free, Get, OptimizerStep, Options
+from onebox.wire.protocol.instructions import Ask, Call, Free, Get, OptimizerStep, Options, Send
 from onebox.wire.protocol.requests import Define, OptimizerSpec, Put, Routine, Run, StoredProgram
 from onebox.wire.protocol.responses import Digest, OptimizerState, Scalars, WorkerMemory
 from onebox.wire.protocol.snapshots import StateEntry
@@ -78,10 +78,10 @@ def test_calls_and_steps_of_an_optimizer_sleep_and_nothing_else_does(slept: list
     assert 0.2e9 < slept[1] - slept[0] < 10e9
 
 
-def test_the_host_runs_ahead_up_to_the_next_program_and_the_next_answer(slept: list[int], rig: Rig) -> None:
+def test_the_host_runs_ahead_up_to_the_next_program(slept: list[int], rig: Rig) -> None:
     """What follows a program is done while it takes its time, and takes place at its end."""
     rig.do(Define(101, StoredProgram(RELU, 10.0)))
-    steps = (Call(101, (1,), (2,)), Call(100, (2,), (3,)), Free((2,)), Call(101, (3,), (4,)), Ask("scalars", ()))
+    steps = (Call(101, (1,), (2,)), Call(100, (2,), (3,)), Free((2,)), Ask("scalars", ()), Call(101, (3,), (4,)))
     rig.do(Define(102, Routine(steps, 0)))
     there: list[list[bool]] = []
     sleep = slept.append
@@ -94,9 +94,9 @@ def test_the_host_runs_ahead_up_to_the_next_program_and_the_next_answer(slept: l
         patch.setattr(module, "sleep_until", look)
         rig.do(Run(102, trace=True))
     assert there == [[False, True, False], [False, True, True]]
-    first, second, freed, third, _ = zip(rig.times_ns[::2], rig.times_ns[1::2], strict=True)
+    first, second, freed, asked, third = zip(rig.times_ns[::2], rig.times_ns[1::2], strict=True)
     assert first[1] - first[0] == third[1] - third[0] == 10_000_000_000
-    assert {*second, *freed, third[0]} == {first[1]}
+    assert {*second, *freed, *asked, third[0]} == {first[1]}
     assert slept == [first[1], third[1]]
 
 
@@ -108,6 +108,18 @@ def test_what_fails_fails_at_the_end_of_the_work_before_it(slept: list[int], rig
         patch.setattr(rig.machine, "_report", lambda failure: done.append(len(slept)))
         rig.do(Run(102))
     assert done == [1]
+
+
+def test_the_groups_of_a_routine_that_cannot_run_are_left_at_the_end_of_the_work_before_it(
+    slept: list[int], rig: Rig
+) -> None:
+    rig.do(Define(101, StoredProgram(RELU, 1.0)))
+    rig.do(Define(102, Routine((Send(-1, 5, 1),), 1)))
+    left: list[int] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rig.machine._groups, "abandon", lambda number, failure: left.append(len(slept)))
+        rig.do(Call(101, (1,), (2,)), Run(102))
+    assert left == [1]
 
 
 @pytest.mark.parametrize("speed", [0.0, -1.0, math.inf, math.nan])

@@ -151,8 +151,6 @@ class Executor:
             number: The message's number.
             results: The results of its instructions.
         """
-        if self.frames_out:  # later work may write to these buffers
-            self.progress.settle()
         frames, trace, after = self.frames_out, self._trace, None
         self.frames_out, self._trace = [], Trace()
         accelerator = self._device.accelerator
@@ -238,6 +236,7 @@ class Executor:
 
     def _cannot_run(self, run: Run, routine: object) -> Sequence[Outcome]:
         """Report a routine that cannot run, and leave the groups in which others would wait for it."""
+        self.progress.settle()  # what others get of earlier work comes before
         groups = self._groups.numbers
         failure = WorkerFailure("protocol", "run", f"routine {run.routine} is not there or lacks bindings")
         if isinstance(routine, WorkerFailure):

@@ -83,8 +83,14 @@ _GROUP_PORTS = 16
 _BEFORE_S = 2e-3
 """Time before the end of an emulated device's work until which its host waits for a message."""
 
+REPLIES_AHEAD = 64
+"""Most replies that wait for the end of an emulated device's work, as their results take memory meanwhile."""
+
 _POLL_S = 1e-4
 """Interval at which an asynchronous device is asked whether replies are complete, while no message comes."""
+
+_MOST_MS = (1 << 31) - 1
+"""Longest timeout of a ZeroMQ socket: an emulated device's work may take longer."""
 
 _PR_SET_NAME = 15
 
@@ -142,6 +148,7 @@ class WorkerServer:
         self._awaited: dict[int, None] = {}  # tickets without a reply, in order
         self._answers: dict[int, tuple[Rendezvous | Reduced | TicketCancelled, Sequence[Any], int]] = {}
         self._replies: deque[PendingReply] = deque()
+        self._replies_ahead = 0  # those that wait for an emulated device
         self._tickets = 0
         self._number = 0
         self._failed = False
@@ -266,7 +273,8 @@ class WorkerServer:
                 if not self._socket.poll(0):
                     time.sleep(_POLL_S)
                 until_s = now_s
-            patience_ms = -1 if until_s == math.inf else max(0, math.ceil((until_s - now_s) * 1000))
+            wait_ms = max(0.0, until_s - now_s) * 1000
+            patience_ms = -1 if wait_ms == math.inf else min(_MOST_MS, math.ceil(wait_ms))
             self._socket.setsockopt(zmq.RCVTIMEO, patience_ms)  # cheaper than a poll followed by a receive
             try:
                 for parts in link.receive():
@@ -324,10 +332,14 @@ class WorkerServer:
             if any(True for _ in left):
                 self._report(WorkerFailure("protocol", "message", "it has more frames than its instructions need"))
         if envelope.answer and not self._failed:
+            self._replies_ahead += 1
             machine.progress.after_work(functools.partial(self._reply, machine.reply(envelope.number, results)))
+            if self._replies_ahead >= REPLIES_AHEAD:
+                machine.progress.settle()
         return True
 
     def _reply(self, reply: PendingReply) -> None:
+        self._replies_ahead -= 1
         self._replies.append(reply)
         self._send_complete()
 
@@ -375,7 +387,7 @@ class WorkerServer:
                 self._send_complete()
 
     def _report(self, failure: WorkerFailure) -> None:
-        """Report a failure to the client, once for each message, after the replies to earlier ones."""
+        """Report a failure to the client, once for each message; after the replies that wait for an emulated device."""
         if not self._failed:
             self._failed = True
             self.machine.progress.settle()

@@ -1,10 +1,10 @@
 """Confinement: a worker gives up unneeded rights before it processes any client message.
 
 It drops all privileges, starts no program and no process, writes no file, reads only files that Python, torch and the
-drivers need, connects to no TCP port below 1024 (one that does not compute, on its client's machine, to none), nor to
-services of its machine, and neither signals, slows down nor
-limits other processes; a worker of a CPU changes no rights of files either. If a message exploits a hole in a library,
-its author is confined to the worker.
+drivers need, connects to no TCP port below 1024 (an emulated one on its client's machine to no port at all), nor to
+services of its machine, and neither signals, slows down nor limits other processes; a worker of a CPU changes no rights
+of files either. If a message exploits a hole in a library, its author is confined to the worker.
+
 :func:`confinement` describes the parts that this kernel does not support.
 """
 

@@ -301,3 +301,29 @@ def test_answers_that_a_worker_takes_are_not_counted(folder: str, here: bool, mo
     finally:
         loop.stop()
         worker.close()
+
+
+def test_a_dropped_worker_is_sent_nothing_again_and_its_host_is_not_listened_to(folder: str) -> None:
+    class Hosted(Worker):
+        heard_s = 0.0
+
+    remote, here, other, new = Hosted(0), Worker(1, folder), Hosted(2), Worker(0)
+    loop = ClientLoop(CLIENT, workers=3)
+
+    def resent() -> list[Any]:
+        return [connection.handle for connection in loop._resending]
+
+    try:
+        for worker in (remote, here, other):
+            loop.connect(worker, KEYS.public)
+        assert (resent(), loop._hosted) == ([remote, other], {0: remote, 2: other})
+        loop.start()
+        loop.give_up(0, WorkerDied("it died"))
+        loop.drop(0)
+        assert (resent(), loop._hosted) == ([other], {2: other})
+        loop.replace(new, KEYS.public)
+        assert (resent(), loop._hosted) == ([other, new], {2: other})
+    finally:
+        loop.stop()
+        for worker in (remote, here, other, new):
+            worker.close()
