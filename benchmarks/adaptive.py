@@ -29,6 +29,8 @@ some steps in, too, changes of plan included. Figures are the means over all cas
 - ``share_of_busy``: the time that all work takes if every device is busy always, over that of the adaptive side. Where
   speeds are uneven, segments would have to be cut apart for that.
 
+By default 4 devices are measured once, in less than five minutes; ``--long`` has three rounds, and 8 devices, too.
+
 What is slept does not depend on the machine that this runs on; what the sides themselves do does. ``--slower`` makes up
 for a slow machine: devices, links and steps are slower by the same factor, and shares of a step stay what they are.
 """
@@ -65,12 +67,13 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print one JSON object last")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, help="1; with --long 3")
     parser.add_argument("--steps", type=int, default=4, help="of a side at a time")
-    parser.add_argument("--devices", default="4,8")
+    parser.add_argument("--devices", help="4; with --long 4,8")
+    parser.add_argument("--long", action="store_true", help="all of it, more than twenty minutes")
     parser.add_argument("--cases", default="0,1,2,3", help="of the four, from 0")
     parser.add_argument(
-        "--many", type=int, default=4, help="micro-batches for each device in the second table; 0: none"
+        "--many", type=int, help="micro-batches for each device in the second table; 0: none, with --long 4"
     )
     parser.add_argument("--shorter", type=int, default=1, help="divides the steps of all cases, to try it out")
     parser.add_argument(
@@ -78,6 +81,10 @@ def main() -> None:
     )
     parser.add_argument("--quick", action="store_true", help="one short case on 4 devices, to see that all of it runs")
     options = parser.parse_args()
+    usual = {"devices": "4,8", "rounds": 3, "many": 4} if options.long else {"devices": "4", "rounds": 1, "many": 0}
+    for name, value in usual.items():
+        if getattr(options, name) is None:
+            setattr(options, name, value)
     if options.quick:
         quick = {"devices": "4", "cases": "2", "rounds": 1, "steps": 1, "many": 0, "shorter": 10}
         options = argparse.Namespace(**{**vars(options), **quick})

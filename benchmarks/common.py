@@ -8,7 +8,8 @@ import platform
 import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,37 @@ from torch import Tensor, nn
 
 BATCH = 200
 """Samples of a batch on one device, as in the published experiment (Yang 2018)."""
+
+
+BUDGET_S = 240.0
+"""Seconds after which a benchmark begins nothing that it could leave out, so that it ends within five minutes."""
+
+
+class Budget:
+    """The time of a benchmark, which begins with this.
+
+    Args:
+        long: Whether there is no limit.
+        clock: Returns the time in seconds.
+
+    Example:
+        >>> list(Budget(long=True).rounds(3, 0.5))
+        [0, 1, 2]
+    """
+
+    def __init__(self, *, long: bool, clock: Callable[[], float] = time.monotonic) -> None:
+        self._long, self._clock, self._begin_s = long, clock, clock()
+
+    def spent(self, share: float) -> bool:
+        """Return whether a share of the time has passed."""
+        return not self._long and self._clock() > self._begin_s + share * BUDGET_S
+
+    def rounds(self, most: int, share: float, *, least: int = 2) -> Iterator[int]:
+        """Yield the numbers of at most so many rounds, of which none but the least begins after a share of the time."""
+        for number in range(most):
+            if number >= least and self.spent(share):
+                return
+            yield number
 
 
 class Cnn(nn.Module):

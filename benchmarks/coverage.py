@@ -3,7 +3,8 @@
 PyTorch's own databases of operators, modules and optimizers (``torch.testing._internal``) are the trials: every sample
 of every operator, forward and backward; every input of every module and optimizer. Samples are made on the CPU, copied
 to the device, run on both, and compared. A trial that the CPU refuses is skipped. Operators on their own input
-(``add_``), into tensors that are there (``out=``), and on inputs with gaps have shares of their own.
+(``add_``), into tensors that are there (``out=``), and on inputs with gaps have shares of their own. By default every
+third case is tried, an operator, module or optimizer with one element type; ``--long`` tries all.
 """
 
 from __future__ import annotations
@@ -99,7 +100,8 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="databases and variants")
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES), help="element types")
     parser.add_argument("--ops", default="*", metavar="GLOB", help="names of operators, modules and optimizers")
-    parser.add_argument("--shard", default="0/1", metavar="I/N", help="every N-th case, from the I-th")
+    parser.add_argument("--shard", metavar="I/N", help="every N-th case, from the I-th: 0/3; with --long 0/1")
+    parser.add_argument("--long", action="store_true", help="all cases; seven minutes and more")
     parser.add_argument("--seed", type=int, default=0, help="of the samples")
     parser.add_argument("--limit", type=int, help="the most trials of an operator and type, chosen at random")
     parser.add_argument("--repeat", type=int, default=1, help="runs of each trial on the device, all compared")
@@ -108,7 +110,7 @@ def main() -> None:
     parser.add_argument("--verbose", action="store_true", help="print each case as it ends")
     parser.add_argument("--json", action="store_true", help="print one JSON object last")
     options = parser.parse_args()
-    first, step = map(int, options.shard.split("/"))
+    first, step = map(int, (options.shard or ("0/1" if options.long else "0/3")).split("/"))
     how = {"seed": options.seed, "limit": options.limit, "repeat": options.repeat}
     chosen = cases(options.kinds, options.dtypes, options.ops, **how)[first::step]
 

@@ -7,6 +7,8 @@ turn. A round is the whole command, with imports and, on virtual devices, the op
 transformers with the same model and batch, on two CPU workers of equal speed and of speeds 1 and 1/3 (emulated: a
 slowed-down worker waits after each piece of work). They are compared by the median step, of which the first ones, with
 captures, do not count.
+
+By default each framework has one case, and all have one round; ``--long`` has all cases, three times.
 """
 
 from __future__ import annotations
@@ -38,20 +40,22 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true", help="print one JSON object last")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, help="1; with --long 3")
     parser.add_argument("--only", default="", help="cases in whose titles this is")
+    parser.add_argument("--long", action="store_true", help="all cases; half an hour")
     parser.add_argument("--steps", type=int, default=23, help="of each round of planned steps and of DataParallel")
     parser.add_argument("--width", type=int, default=256, help="of the model of these")
     options = parser.parse_args()
     if options.steps <= FIRST_STEPS:
         parser.error(f"--steps {options.steps}: the first {FIRST_STEPS} do not count; give more")
-    cases = [case for case in CASES if options.only in case.title]
+    rounds = options.rounds or (3 if options.long else 1)
+    cases = [case for case in (CASES if options.long or options.only else usual()) if options.only in case.title]
     pools = [name for name in POOLS if options.only in f"planned {name}"]
     if not cases and not pools:
         parser.error(f"--only {options.only!r}: there is no such case; the cases are {titles()}")
     rows, found = [], []
     for case in cases:
-        result = measure(case, options.rounds)
+        result = measure(case, rounds)
         found.append(result)
         seconds = (spread(result["seconds"]), spread(result["cpu_seconds"])) if result["works"] else ("", "")
         shown = [f"{result[name]:.3g}" if name in result else "" for name in ("loss_difference", "over_cpu")]
@@ -62,7 +66,7 @@ def main() -> None:
             ["case", "works", "loss difference", "over CPU", "seconds", "seconds on the CPU"],
             rows,
         )
-    planned = {name: compare(name, options.rounds, options.steps, options.width) for name in pools}
+    planned = {name: compare(name, rounds, options.steps, options.width) for name in pools}
     if planned:
         show(
             "Planned steps over DataParallel, both with transformers' Trainer",
@@ -86,6 +90,14 @@ def main() -> None:
         "versions": {package: version(package) for package in packages},
     }
     finish(result, as_json=options.json)
+
+
+def usual() -> list[Case]:
+    """Return a case of each framework: the first with two devices, or with one."""
+    found: dict[str, Case] = {}
+    for case in sorted(CASES, key=lambda case: case.devices != 2):
+        found.setdefault(case.framework, case)
+    return list(found.values())
 
 
 def titles() -> str:

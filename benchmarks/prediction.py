@@ -7,6 +7,8 @@ says. Two pairs of these are joined by slow links, over which they train in exac
 islands. Memory is predicted from buffer lifetimes alone, and compared with the workers' own accounting (on CPU
 workers; a worker's peak is that of one plan in a pool of its own).
 
+By default there are fewer CPU plans, and fewer rounds where four minutes are over; ``--long`` has all of them.
+
 With ``--disturbed`` the CPU plans are predicted and run beside a process that keeps half of a core busy
 (:mod:`disturbance`): in each round all of them from one profile, then steps of each in turn. The median of a few of
 them says little: beside bursts of 10 to 200 ms that of eight steps errs by 7 % for two replicas and 3 % for a pipeline,
@@ -35,14 +37,14 @@ import argparse
 import itertools
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
 import torch
-from common import finish, show, spread
+from common import Budget, finish, show, spread
 from disturbance import disturbance
 from torch import Tensor, nn
 
@@ -83,6 +85,9 @@ SLOW = Link(latency_s=0.005, bandwidth_bps=7e5)
 PAIRS = ((0, 1), (2, 3))
 PERIODS = 3
 
+_CPU_SHARE, _SLOW_SHARE = 0.6, 0.8
+"""Parts of the time after which plans on CPU workers, and over slow links, have the least number of rounds."""
+
 
 @dataclass
 class Row:
@@ -121,15 +126,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true", help="print one JSON object last")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--long", action="store_true", help="all plans and rounds")
     parser.add_argument("--emulated", action="store_true", help="only plans on emulated devices")
     parser.add_argument("--disturbed", action="store_true", help="only plans on CPU workers, beside a disturbing load")
     options = parser.parse_args()
     if options.disturbed:
         finish(beside_load(options.rounds), as_json=options.json)
         return
-    real = [] if options.emulated else on_cpus(options.rounds)
-    slow = over_slow_links(options.rounds)
-    emulated = on_sims(options.rounds) + slow
+    budget = Budget(long=options.long)
+    real = [] if options.emulated else on_cpus(options.rounds, budget, every=options.long)
+    slow = over_slow_links(options.rounds, budget)
+    emulated = on_sims(options.rounds, budget) + slow
     rows = real + emulated
     memory = [abs(expected / found - 1) for row in real for expected, found in row.memory]
     orders = [round(rank_correlation(group), 4) if group else None for group in (real, emulated)]
@@ -211,12 +218,18 @@ def fresh() -> tuple[nn.Module, torch.optim.Optimizer]:
 LOSS = nn.functional.cross_entropy
 
 
-def on_cpus(rounds: int) -> list[Row]:
-    """Predict and run plans on two CPU workers, each from a profile that is measured just before it runs."""
+def on_cpus(rounds: int, budget: Budget, *, every: bool) -> list[Row]:
+    """Predict and run plans on two CPU workers, each from a profile that is measured just before it runs.
+
+    Args:
+        rounds: Of each.
+        budget: The time.
+        every: Whether to run all of them.
+    """
     model, optimizer = fresh()
     segments = TracedModel(capture(model, LOSS, data()), backward=True).segments
     rows = []
-    for name, plan in cpu_plans(segments):
+    for name, plan in cpu_plans(segments) if every else some_cpu_plans(segments):
         with onebox.open("cpu*2", threads=1) as pool:
             assert plan.micro_batch is not None
             size = plan.micro_batch
@@ -225,7 +238,7 @@ def on_cpus(rounds: int) -> list[Row]:
             problem = make_problem(profile, pool.devices, links, batch=BATCH, micro_batches=(size,))
             plan = with_formats(plan, profile, pool.devices)  # noqa: PLW2901
         prediction, _ = predict(problem, plan)
-        measured_s, memory, first = run_on_cpus(plan, rounds)
+        measured_s, memory, first = run_on_cpus(plan, budget.rounds(rounds, _CPU_SHARE))
         corrected = correct_profile(msgspec.structs.replace(plan, predicted=prediction), first, problem)
         rows.append(Row("cpu*2", name, prediction.step_s, measured_s, memory, corrected.predicted.step_s))
     return rows
@@ -473,6 +486,11 @@ def cpu_plans(names: Sequence[str]) -> list[tuple[str, Plan]]:
     return found
 
 
+def some_cpu_plans(names: Sequence[str]) -> list[tuple[str, Plan]]:
+    """Return eight of these plans, of each kind."""
+    return [(name, plan) for name, plan in cpu_plans(names) if not name.endswith("32") and "cut at 4" not in name]
+
+
 def staged(parts: Sequence[Sequence[str]], devices: Sequence[int], schedule: str, size: int) -> Plan:
     """Return a plan of stages with a device each."""
     stages = tuple(
@@ -482,7 +500,7 @@ def staged(parts: Sequence[Sequence[str]], devices: Sequence[int], schedule: str
     return Plan(stages=stages, micro_batch=size, schedule=schedule)
 
 
-def run_on_cpus(plan: Plan, rounds: int) -> tuple[list[float], list[tuple[int, int]], list[TimedStep]]:
+def run_on_cpus(plan: Plan, rounds: Iterable[int]) -> tuple[list[float], list[tuple[int, int]], list[TimedStep]]:
     """Return the seconds of a step, the median of each round, the memory of each device, and the first steps."""
     with onebox.open("cpu*2", threads=1) as pool, cpu_trainer(pool, plan) as trainer:
         clock = StepClock(pool)
@@ -495,14 +513,14 @@ def run_on_cpus(plan: Plan, rounds: int) -> tuple[list[float], list[tuple[int, i
 
 
 def timed(
-    trainer: onebox.Trainer, batch: tuple[Tensor, Tensor], rounds: int, *, steps: int = STEPS, warm: int = 3
+    trainer: onebox.Trainer, batch: tuple[Tensor, Tensor], rounds: Iterable[int], *, steps: int = STEPS, warm: int = 3
 ) -> list[float]:
     """Return the mean seconds of a step in each round, steps following each other."""
     for _ in range(warm):
         trainer.step(*batch)
     trainer.wait()
     found = []
-    for _ in range(rounds):
+    for _ in rounds:
         start = time.perf_counter()
         for _ in range(steps):
             trainer.step(*batch)
@@ -511,13 +529,13 @@ def timed(
     return found
 
 
-def apart(trainer: onebox.Trainer, batch: tuple[Tensor, Tensor], rounds: int) -> list[float]:
+def apart(trainer: onebox.Trainer, batch: tuple[Tensor, Tensor], rounds: Iterable[int]) -> list[float]:
     """Return how far steps that follow one another are apart, in each round: filling and draining cancel out."""
     for _ in range(3):
         trainer.step(*batch)
     trainer.wait()
     found = []
-    for _ in range(rounds):
+    for _ in rounds:
         spent = []
         for count in (STEPS, 4 * STEPS):
             start = time.perf_counter()
@@ -532,7 +550,7 @@ def apart(trainer: onebox.Trainer, batch: tuple[Tensor, Tensor], rounds: int) ->
 # ---- emulated devices
 
 
-def on_sims(rounds: int) -> list[Row]:
+def on_sims(rounds: int, budget: Budget) -> list[Row]:
     """Predict and run plans on emulated devices and links."""
     blocks = nn.Sequential(*[nn.Linear(64, 64) for _ in range(8)])
     problem = sim_problem(blocks)
@@ -555,14 +573,14 @@ def on_sims(rounds: int) -> list[Row]:
                 stale=onebox.StaleGradients(correction="none", warm_up=0) if late else None,
                 engine=onebox.Engine(check_every=0),
             ) as trainer:
-                measured = (apart if late else timed)(trainer, batch, rounds)
+                measured = (apart if late else timed)(trainer, batch, budget.rounds(rounds, 1.0, least=1))
                 corrected = trainer.profile_correction
                 corrected_s = None if corrected is None else corrected.predicted.step_s
                 rows.append(Row("emulated", name, prediction.step_s, measured, [], corrected_s))
     return rows
 
 
-def over_slow_links(rounds: int) -> list[Row]:
+def over_slow_links(rounds: int, budget: Budget) -> list[Row]:
     """Predict and run exact and lossy plans, and islands, on two pairs of emulated devices with slow links between."""
     blocks = nn.Sequential(*[nn.Linear(64, 64) for _ in range(8)])
     links = {(a, b): LINK if any({a, b} == {*pair} for pair in PAIRS) else SLOW for a in range(4) for b in range(a)}
@@ -584,7 +602,8 @@ def over_slow_links(rounds: int) -> list[Row]:
                 own = msgspec.structs.replace(own, predicted=prediction)
                 with slow_trainer(blocks, pool, plan=own) as trainer:
                     label = f"{name}, slow links" + ("" if codec == "none" else f", {part} {codec}")
-                    rows.append(Row("emulated", label, prediction.step_s, timed(trainer, batch, rounds), []))
+                    measured = timed(trainer, batch, budget.rounds(rounds, _SLOW_SHARE, least=1))
+                    rows.append(Row("emulated", label, prediction.step_s, measured, []))
         for name, outer in (
             ("every 4", onebox.Outer(every=4)),
             ("every 4, 2 fragments", onebox.Outer(every=4, fragments=2)),
@@ -598,7 +617,8 @@ def over_slow_links(rounds: int) -> list[Row]:
                     trainer.step(*batch)
                     predicted = trainer.predicted_islands(problem.links)
                     assert predicted is not None
-                    measured = timed(trainer, batch, rounds, steps=PERIODS * outer.every, warm=2 * outer.every - 1)
+                    turns = budget.rounds(rounds, _SLOW_SHARE, least=1)
+                    measured = timed(trainer, batch, turns, steps=PERIODS * outer.every, warm=2 * outer.every - 1)
                     rows.append(Row("emulated", f"islands of {inside}, {name}", predicted.step_s, measured, []))
     return rows
 

@@ -4,6 +4,8 @@ A model with dropout is trained on two workers, data-parallel and as a pipeline 
 the middle: seconds from the signal to the end of the next step that the loop asks for, and steps that were done again.
 The share of the snapshots is measured beside, for either plan: two trainers on pools of their own, one with recovery
 and one without, run the same steps in turn, and their times are compared round by round.
+
+There are fewer rounds where four minutes are over; ``--long`` has all of them.
 """
 
 from __future__ import annotations
@@ -14,12 +16,12 @@ import os
 import signal
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
-from common import BATCH, batches, finish, make, show, spread
+from common import BATCH, Budget, batches, finish, make, show, spread
 from torch import nn
 
 import onebox
@@ -31,17 +33,25 @@ WARM_STEPS = 12
 STEPS = {"cnn": 24, "mlp": 120}
 KINDS = ("data parallel", "pipeline")
 
+LOSSES_SHARE, SNAPSHOT_SHARES, LEAST = 0.35, {"data parallel": 0.65, "pipeline": 1.0}, 3
+"""Parts of the time after which no further round begins, but for the least."""
+
 
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true", help="print one JSON object last")
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--long", action="store_true", help="all rounds, however long they take")
     parser.add_argument("--model", default="cnn", choices=list(STEPS))
     options = parser.parse_args()
     logging.getLogger("onebox").setLevel(logging.ERROR)
-    losses = measure_losses(options.model, options.rounds)
-    costs = {kind: measure_snapshots(options.model, kind, options.rounds) for kind in KINDS}
+    budget = Budget(long=options.long)
+    losses = measure_losses(options.model, budget.rounds(options.rounds, LOSSES_SHARE, least=LEAST))
+    costs = {
+        kind: measure_snapshots(options.model, kind, budget.rounds(options.rounds, share, least=LEAST))
+        for kind, share in SNAPSHOT_SHARES.items()
+    }
     rows = [
         [kind, spread([s for s, _ in losses[kind]], 2), spread([float(redone) for _, redone in losses[kind]], 0)]
         for kind in KINDS
@@ -105,7 +115,7 @@ def run(one: onebox.Trainer, data: Sequence[Any], steps: int) -> float:
     return time.perf_counter() - begin
 
 
-def measure_losses(name: str, rounds: int) -> dict[str, list[tuple[float, int]]]:
+def measure_losses(name: str, rounds: Iterable[int]) -> dict[str, list[tuple[float, int]]]:
     """Return for each kind of plan seconds to the next step and steps done again, a pair a round."""
     found: dict[str, list[tuple[float, int]]] = {kind: [] for kind in KINDS}
     data = batches(8, 2 * BATCH)
@@ -113,7 +123,7 @@ def measure_losses(name: str, rounds: int) -> dict[str, list[tuple[float, int]]]
         trainers = {kind: trainer(name, kind, stack, recover=True) for kind in KINDS}
         for one in trainers.values():
             run(one, data, WARM_STEPS)
-        for turn in range(rounds):
+        for turn in rounds:
             for kind, one in trainers.items():
                 run(one, data, 3 + 2 * turn)  # the loss comes at another distance from a snapshot each time
                 running = one.step(*data[0])
@@ -141,7 +151,7 @@ class Cost:
     kept_bytes: int
 
 
-def measure_snapshots(name: str, kind: str, rounds: int) -> Cost:
+def measure_snapshots(name: str, kind: str, rounds: Iterable[int]) -> Cost:
     """Return what the snapshots of a kind of plan cost."""
     shares, every = [], []
     data = batches(8, 2 * BATCH)
@@ -150,7 +160,7 @@ def measure_snapshots(name: str, kind: str, rounds: int) -> Cost:
         kept = trainer(name, kind, stack, recover=True)
         for one in (plain, kept):
             run(one, data, WARM_STEPS)
-        for turn in range(rounds):
+        for turn in rounds:
             order = (plain, kept) if turn % 2 else (kept, plain)
             took = {one: run(one, data, STEPS[name]) for one in order}
             shares.append(took[kept] / took[plain] - 1.0)

@@ -8,6 +8,8 @@ and without each, in turn.
 
 And what do checked arguments and zeroed memory cost a worker? The same training with and without both, in turn: as
 a program, and as a script whose operators come one by one.
+
+Each question has its part of four minutes, and fewer rounds where these are over; ``--long`` has all of them.
 """
 
 from __future__ import annotations
@@ -15,8 +17,9 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from collections.abc import Iterable
 
-from common import BATCH, MODELS, Peer, batches, finish, make, show, spread
+from common import BATCH, MODELS, Budget, Peer, batches, finish, make, show, spread
 from remote_channel import measure_channel
 from remote_checks import measure_checks
 from torch import nn
@@ -32,31 +35,33 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object last")
     parser.add_argument("--rounds", type=int, default=5, help="0: do without the first question")
     parser.add_argument("--pool", default="cpu")
-    parser.add_argument("--long", action="store_true", help="30 and 60 rounds of the other two; ten minutes")
-    parser.add_argument("--channel-rounds", type=int, help="12; 0: do without the second question")
-    parser.add_argument("--check-rounds", type=int, help="20; 0: do without the third question")
+    parser.add_argument("--long", action="store_true", help="all rounds; ten minutes and more")
+    parser.add_argument("--channel-rounds", type=int, default=30, help="0: do without the second question")
+    parser.add_argument("--check-rounds", type=int, default=60, help="0: do without the third question")
     options = parser.parse_args()
-    for name, usual, many in (("channel_rounds", 12, 30), ("check_rounds", 20, 60)):
-        if getattr(options, name) is None:
-            setattr(options, name, many if options.long else usual)
+    budget = Budget(long=options.long)
     result: dict[str, float] = {}
     if options.rounds:
-        result |= compare(options.pool, options.rounds)
+        result |= compare(options.pool, options.rounds, budget)
     if options.channel_rounds:
-        result |= measure_channel(options.channel_rounds)
+        result |= measure_channel(options.channel_rounds, budget)
     if options.check_rounds:
-        result |= measure_checks(options.check_rounds)
+        result |= measure_checks(options.check_rounds, budget)
     finish(result, as_json=options.json)
 
 
-def compare(devices: str, rounds: int) -> dict[str, float]:
+SHARES = {"cnn": 0.22, "mlp": 0.3}
+"""Parts of the time after which no further round of a model begins; the next two questions go on from there."""
+
+
+def compare(devices: str, rounds: int, budget: Budget) -> dict[str, float]:
     """Compare one worker with eager PyTorch, print a table, and return what belongs into the JSON object."""
     rows: list[list[str]] = []
     result: dict[str, float] = {}
     processor: list[float] = []
     with onebox.open(devices, threads=1) as pool:
         for name in MODELS:
-            local, remote, client = measure(name, pool, rounds)
+            local, remote, client = measure(name, pool, budget.rounds(rounds, SHARES[name]))
             ratios = [ours / theirs for ours, theirs in zip(remote, local, strict=True)]
             processor += client
             result[f"{name}_ratio"] = round(statistics.median(ratios), 4)
@@ -70,7 +75,7 @@ def compare(devices: str, rounds: int) -> dict[str, float]:
     return result
 
 
-def measure(name: str, pool: onebox.Pool, rounds: int) -> tuple[list[float], list[float], list[float]]:
+def measure(name: str, pool: onebox.Pool, rounds: Iterable[int]) -> tuple[list[float], list[float], list[float]]:
     """Return milliseconds a step locally, on the worker, and of the client's own processor time."""
     local, remote, client = [], [], []
     steps = STEPS[name]
@@ -89,7 +94,7 @@ def measure(name: str, pool: onebox.Pool, rounds: int) -> tuple[list[float], lis
         run(steps // 2)
         peer.start(steps // 2)
         peer.seconds()
-        for _ in range(rounds):
+        for _ in rounds:
             peer.start(steps)
             local.append(peer.seconds() / steps * 1e3)
             begin, used = time.perf_counter(), time.process_time()

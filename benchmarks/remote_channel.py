@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
 from channels import CHANNELS, Client, open_channels
-from common import BATCH, MODELS, batches, make, show, spread
+from common import BATCH, MODELS, Budget, batches, make, show, spread
 from torch import nn
 
 import onebox
@@ -29,14 +30,17 @@ FILLING = 12
 TRANSFER_BYTES = 32 << 20
 TRANSFERS = 6
 
+SHARES, FAR_SHARES, TRANSFER_SHARE = {"cnn": 0.42, "mlp": 0.48}, {"cnn": 0.54, "mlp": 0.58}, 0.6
+"""Parts of the time after which no further round begins."""
 
-def measure_channel(rounds: int) -> dict[str, float]:
+
+def measure_channel(rounds: int, budget: Budget) -> dict[str, float]:
     """Measure, print tables, and return what belongs into the JSON object."""
     rows: list[list[str]] = []
     result: dict[str, float] = {}
     for name in MODELS:
         with open_channels() as client:
-            wall, processor = train_in_turn(name, rounds, client, list(CHANNELS))
+            wall, processor = train_in_turn(name, budget.rounds(rounds, SHARES[name]), client, list(CHANNELS))
         for what in CHANNELS:
             over, more = (
                 [ours / theirs - 1 for ours, theirs in zip(sides["as it is"], sides[what], strict=True)]
@@ -53,7 +57,8 @@ def measure_channel(rounds: int) -> dict[str, float]:
         ["channel", "ms/step", "CPU ms/step", "as it is / this - 1, %", "likewise of the CPU, %"],
         rows,
     )
-    far = {name: train_far(name, max(3, rounds // 4)) for name in MODELS}
+    few = max(3, rounds // 4)
+    far = {name: train_far(name, budget.rounds(few, FAR_SHARES[name])) for name in MODELS}
     show(
         f"Training on a worker that is far, nothing read, {round(1000 * FAR_S)} ms each way: median (least to most)",
         ["model", "near, ms/step", "far, ms/step", "far / near"],
@@ -64,7 +69,7 @@ def measure_channel(rounds: int) -> dict[str, float]:
     )
     ratios = [statistics.median(a / n for a, n in zip(away, near, strict=True)) for near, away in far.values()]
     result["far_ratio"] = round(max(ratios), 4)
-    rates = transfer_in_turn(max(3, rounds // 4))
+    rates = transfer_in_turn(budget.rounds(few, TRANSFER_SHARE))
     show(
         f"Tensors of {TRANSFER_BYTES >> 20} MiB over TCP: median (least to most)",
         ["channel", "to the worker, GB/s", "from the worker, GB/s"],
@@ -86,15 +91,15 @@ class Sides(Protocol):
         """Use it in one of the ways from now on; nothing may be under way."""
 
 
-def in_turn(names: Sequence[str], rounds: int) -> Iterator[str]:
+def in_turn(names: Sequence[str], rounds: Iterable[int]) -> Iterator[str]:
     """Yield the names in each round, each round beginning with another one."""
-    for turn in range(rounds):
+    for turn in rounds:
         first = turn % len(names)
         yield from [*names[first:], *names[:first]]
 
 
 def train_in_turn(
-    name: str, rounds: int, sides: Sides, names: Sequence[str]
+    name: str, rounds: Iterable[int], sides: Sides, names: Sequence[str]
 ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
     """Return milliseconds a step by the clock, and of the processors of client and worker, for each way by its name."""
     data = batches(8, BATCH)
@@ -112,14 +117,14 @@ def train_in_turn(
 
 
 def steps_in_turn(
-    run: Callable[[int], object], steps: int, rounds: int, sides: Sides, names: Sequence[str]
+    run: Callable[[int], object], steps: int, rounds: Iterable[int], sides: Sides, names: Sequence[str]
 ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
     """Run steps in each of several ways; return the same as :func:`train_in_turn`.
 
     Args:
         run: Runs steps, and waits for them.
         steps: Of one turn.
-        rounds: Turns of each way.
+        rounds: Numbers of the turns of each way.
         sides: The ways.
         names: Of them.
     """
@@ -142,7 +147,7 @@ def _processor_s(process: int) -> float:
     return time.clock_gettime((~process << 3) | 2)
 
 
-def train_far(name: str, rounds: int) -> tuple[list[float], list[float]]:
+def train_far(name: str, rounds: Iterable[int]) -> tuple[list[float], list[float]]:
     """Return milliseconds a step on one worker as it is, and with latency on its channel, without the first steps."""
     model, optimizer = make(name)
     data = batches(8, BATCH)
@@ -153,7 +158,7 @@ def train_far(name: str, rounds: int) -> tuple[list[float], list[float]]:
         onebox.Trainer(model, loss, optimizer, pool=pool, engine=onebox.Engine(trace=False)) as trainer,
     ):
         board = pool._client_loop
-        for latency_s in [*times] * (rounds + 1):
+        for latency_s in (each for _ in itertools.chain([-1], rounds) for each in times):
             board._outbox.latency_s = board._inbox.latency_s = latency_s
             for step in range(FILLING + FAR_STEPS[name]):
                 trainer.step(*data[step % len(data)])  # returns when an earlier one has been answered
@@ -164,7 +169,7 @@ def train_far(name: str, rounds: int) -> tuple[list[float], list[float]]:
     return times[0.0][1:], times[FAR_S][1:]
 
 
-def transfer_in_turn(rounds: int) -> dict[str, tuple[list[float], list[float]]]:
+def transfer_in_turn(rounds: Iterable[int]) -> dict[str, tuple[list[float], list[float]]]:
     """Return 10^9 bytes a second to the worker and back, for each channel; several tensors are under way at once."""
     rates: dict[str, tuple[list[float], list[float]]] = {what: ([], []) for what in CHANNELS}
     tensor = torch.rand(TRANSFER_BYTES // 4)

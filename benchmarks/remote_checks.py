@@ -14,12 +14,12 @@ import mmap
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from channels import Source
-from common import BATCH, MODELS, show, spread
+from common import BATCH, Budget, show, spread
 from eager_script import one
 from remote_channel import STEPS, steps_in_turn, train_in_turn
 from torch import nn
@@ -40,15 +40,20 @@ ENCODER = "small encoder"
 
 EAGER_STEPS = {**STEPS, ENCODER: 10}
 
+SHARES, EAGER_SHARES = {"cnn": 0.7, "mlp": 0.76}, {"cnn": 0.88, "mlp": 0.94, ENCODER: 1.0}
+"""Parts of the time after which no further round begins."""
+
 _CHECKED, _OPERATORS = 0, 1
 _LENGTH = 2
 
 
-def measure_checks(rounds: int) -> dict[str, float]:
+def measure_checks(rounds: int, budget: Budget) -> dict[str, float]:
     """Measure, print tables, and return what belongs into the JSON object."""
     result: dict[str, float] = {}
-    programs = {name: functools.partial(train_in_turn, name, rounds) for name in MODELS}
-    eager = {name: functools.partial(_script_in_turn, name, rounds) for name in EAGER_STEPS}
+    programs, eager = (
+        {name: functools.partial(run, name, budget.rounds(rounds, share)) for name, share in shares.items()}
+        for run, shares in ((train_in_turn, SHARES), (_script_in_turn, EAGER_SHARES))
+    )
     for kind, what, ways in (("checks", "Training", programs), ("eager_checks", "A script", eager)):
         rows: list[list[str]] = []
         for name, measured in ways.items():
@@ -80,7 +85,7 @@ def measure_checks(rounds: int) -> dict[str, float]:
 
 
 def _script_in_turn(
-    name: str, rounds: int, sides: CheckedPool, names: list[str]
+    name: str, rounds: Iterable[int], sides: CheckedPool, names: list[str]
 ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
     """Return times of steps of a script, whose operators come one by one."""
     onebox.vgpu.install()

@@ -7,6 +7,7 @@ itself on others: the transformer's products of matrices are its part of the bas
 
 Beside autocast (``bf16``) stands what a trainer takes that is asked for the fastest (``auto``): memory format and
 precision as it has measured them. The speedups are geometric means over the models of one side's time over another's.
+There are fewer rounds where four minutes are over; ``--long`` has all of them.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from unittest import mock
 
 import hybrid_models
 import pipeline_models
 import torch
-from common import finish, show, spread
+from common import Budget, finish, show, spread
 from torch import Tensor, nn
 
 import onebox
@@ -97,7 +98,8 @@ def task(name: str) -> Task:
     return Task(model=build(32), loss=nn.functional.cross_entropy, inputs=inputs, targets=targets)
 
 
-TASKS = ("vgg16", "resnet50", "transformer")
+TASKS = {"vgg16": 0.33, "resnet50": 0.67, "transformer": 1.0}
+"""The models, with the part of the time after which no further round begins."""
 
 
 class Worker:
@@ -140,19 +142,19 @@ class Worker:
         return (time.perf_counter() - begin_s) / steps
 
 
-def measure(name: str, sides: Mapping[str, Side], threads: int, rounds: int) -> dict[str, list[float]]:
+def measure(name: str, sides: Mapping[str, Side], threads: int, rounds: Iterable[int]) -> dict[str, list[float]]:
     """Return the seconds of a step of a model, by side, one figure a round."""
     found: dict[str, list[float]] = {side: [] for side in sides}
     with contextlib.ExitStack() as stack:
         what = task(name)
         workers = {side: Worker(what, how, threads, stack) for side, how in sides.items()}
-        if name == TASKS[0]:
+        if name == next(iter(TASKS)):
             for side, worker in workers.items():
                 print(f"{side}: ATen uses {worker.used.aten}, oneDNN {worker.used.onednn}")
         if "auto" in workers:
             print(f"{name}: auto is {workers['auto'].formats or 'as captured'}")
         steps = {side: max(1, round(VISIT_S / worker.train(1))) for side, worker in workers.items()}
-        for _ in range(rounds):
+        for _ in rounds:
             for side, worker in workers.items():
                 found[side].append(worker.train(steps[side]))
     return found
@@ -182,12 +184,17 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object last")
     parser.add_argument("--threads", type=int, default=1, help="threads of each worker")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="visits to each worker")
+    parser.add_argument("--long", action="store_true", help="all rounds, however long they take")
     options = parser.parse_args()
     for variable in VARIABLES:
         os.environ.pop(variable, None)
     hardware = set(used_instruction_sets().hardware)
     sides = {name: side for name, side in SIDES.items() if hardware.issuperset(side.needs)}
-    times = {name: measure(name, sides, options.threads, options.rounds) for name in TASKS}
+    budget = Budget(long=options.long)
+    times = {
+        name: measure(name, sides, options.threads, budget.rounds(options.rounds, share))
+        for name, share in TASKS.items()
+    }
     show(
         f"A training step on a CPU worker, ms, {options.threads} thread(s): median (least to most)",
         ["model", *sides],

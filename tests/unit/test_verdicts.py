@@ -123,3 +123,17 @@ def test_the_table_of_an_interrupted_run_has_what_was_measured(tmp_path: Path, n
         "memory": {"alexnet_saving": "met", "vgg16_saving": "missed"}
     }
     assert not psutil.pid_exists(int(begun.read_text()[:-1]))
+
+
+def test_no_round_but_the_least_begins_after_its_part_of_the_time(verdicts: ModuleType) -> None:
+    common, now_s = sys.modules["common"], 100.0
+    budget, endless = (common.Budget(long=long, clock=lambda: now_s) for long in (False, True))
+    rounds, later, all_of_them = budget.rounds(6, 0.5), budget.rounds(6, 0.4), endless.rounds(6, 0.5)
+    assert [next(rounds), next(rounds)] == [0, 1]
+    now_s += 0.5 * common.BUDGET_S
+    assert next(rounds) == 2 and not budget.spent(0.5)
+    now_s += 0.1
+    assert list(rounds) == [] and budget.spent(0.5) and not budget.spent(0.6)
+    assert list(later) == [0, 1], "two in any case"
+    assert list(all_of_them) == [*range(6)] and not endless.spent(0.5)
+    assert 60 * 5 - common.BUDGET_S >= 30, "a round that has begun is finished"
