@@ -97,7 +97,7 @@ TARGETS: dict[str, list[Target]] = {
     "simd": [],
     "links": _least(gb_s_one_way_ratio_10g=0.6, gb_s_summed_ratio_10g=0.6),
     "slow_links": _most(after_drop_over_best=1.1),
-    "launchers": [],
+    "launchers": _most(failed=0, planned_over_dataparallel_uneven=0.7),
     "finetune": _most(peak_over_budget=1.0, loss_error=1e-10),
     "page": _most(update_s=2.0, step_slowdown=0.005, page_kb=300, server_core_share_64_devices=0.005),
     "growth": [

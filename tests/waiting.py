@@ -8,7 +8,7 @@ from typing import TypeVar
 
 _T = TypeVar("_T")
 
-LOOK_S = 0.01
+LOOK_S = 0.05
 """Time between two looks."""
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -29,14 +29,23 @@ class Traffic:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._begun: dict[Any, list[bytes]] = {}
         self._sent: dict[Any, list[tuple[bytes, ...]]] = {}
 
-    def add(self, socket: Any, frames: Sequence[Any]) -> None:
-        """Take down a message that goes to a socket."""
+    def add(self, socket: Any, part: Any, *, more: bool) -> None:
+        """Take down a part of a message that goes to a socket.
+
+        Args:
+            socket: The socket.
+            part: The part.
+            more: Whether further parts follow.
+        """
         if socket.type == zmq.DEALER:
-            copied = tuple(bytes(memoryview(frame).cast("B")) for frame in frames)
             with self._lock:
-                self._sent.setdefault(socket, []).append(copied)
+                begun = self._begun.setdefault(socket, [])
+                begun.append(bytes(memoryview(part).cast("B")))
+                if not more:
+                    self._sent.setdefault(socket, []).append(tuple(self._begun.pop(socket)))
 
     def messages(self) -> list[list[tuple[bytes, ...]]]:
         """Return the frames of the messages to each worker."""
@@ -83,14 +92,14 @@ def kinds(header: bytes) -> list[str]:
 def recorded() -> Iterator[Traffic]:
     """Take down what is sent to workers while the context is open."""
     traffic = Traffic()
-    plain = zmq.Socket.send_multipart
+    plain = zmq.Socket.send
 
-    def send(self: Any, parts: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-        traffic.add(self, parts)
-        return plain(self, parts, *args, **kwargs)
+    def send(self: Any, part: Any, flags: int = 0, *args: Any, **kwargs: Any) -> Any:
+        traffic.add(self, part, more=bool(flags & zmq.SNDMORE))
+        return plain(self, part, flags, *args, **kwargs)
 
-    zmq.Socket.send_multipart = send  # type: ignore[method-assign]
+    zmq.Socket.send = send  # type: ignore[assignment, method-assign]
     try:
         yield traffic
     finally:
-        zmq.Socket.send_multipart = plain  # type: ignore[method-assign]
+        zmq.Socket.send = plain  # type: ignore[method-assign]
