@@ -101,7 +101,7 @@ class Client:
         return isinstance(reply, Reply) and reply.number == number
 
     def close(self) -> None:
-        if not self.thread.is_alive():  # it has ended by an error, at which a process would end
+        if not self.thread.is_alive() and not self.server._context.closed:  # an error has ended it
             self.server._watcher.stop()
             self.server._socket.close(0)
             self.server._context.term()
