@@ -29,7 +29,8 @@ some steps in, too, changes of plan included. Figures are the means over all cas
 - ``share_of_busy``: the time that all work takes if every device is busy always, over that of the adaptive side. Where
   speeds are uneven, segments would have to be cut apart for that.
 
-By default 4 devices are measured once, in less than five minutes; ``--long`` has three rounds, and 8 devices, too.
+By default 4 devices are measured once, in cases of half as many steps, in less than five minutes; ``--long`` has three
+rounds of whole cases, and 8 devices, too.
 
 What is slept does not depend on the machine that this runs on; what the sides themselves do does. ``--slower`` makes up
 for a slow machine: devices, links and steps are slower by the same factor, and shares of a step stay what they are.
@@ -75,14 +76,17 @@ def main() -> None:
     parser.add_argument(
         "--many", type=int, help="micro-batches for each device in the second table; 0: none, with --long 4"
     )
-    parser.add_argument("--shorter", type=int, default=1, help="divides the steps of all cases, to try it out")
+    parser.add_argument("--shorter", type=int, help="divides the steps of all cases: 2; with --long 1")
     parser.add_argument(
         "--slower", type=float, default=1.0, help="all that is emulated takes so many times as long: for slow machines"
     )
     parser.add_argument("--quick", action="store_true", help="one short case on 4 devices, to see that all of it runs")
     options = parser.parse_args()
-    usual = {"devices": "4,8", "rounds": 3, "many": 4} if options.long else {"devices": "4", "rounds": 1, "many": 0}
-    for name, value in usual.items():
+    whole, some = (
+        {"devices": "4,8", "rounds": 3, "many": 4, "shorter": 1},
+        {"devices": "4", "rounds": 1, "many": 0, "shorter": 2},
+    )
+    for name, value in (whole if options.long else some).items():
         if getattr(options, name) is None:
             setattr(options, name, value)
     if options.quick:

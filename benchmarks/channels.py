@@ -21,6 +21,7 @@ import zmq
 
 import onebox
 from onebox.pool.backends.base import WorkerHandle
+from onebox.pool.client.socket_poller import SocketPoller
 from onebox.pool.errors import WorkerLocation
 from onebox.pool.launch.worker_process import WorkerProcess
 from onebox.pool.open import connect_pool
@@ -92,18 +93,23 @@ class Client:
         for channel, port in zip(list(CHANNELS.values())[1:], ports, strict=True):
             made = channel.socket(board._context, board._keys, server_key)
             made.connect(f"tcp://{LOOPBACK}:{port}")
-            self._ends.append((made, channel.link(made, partial(send, made, copy=False), own=False)))
+            self._ends.append((made, channel.link(made, partial(self._transmit, made), own=False)))
+
+    def _transmit(self, made: zmq.Socket[bytes], frames: list[Any]) -> None:
+        """Send a message as the pool's own connection does."""
+        send(made, frames, copy=False)
+        self._connection._touch(made)
 
     def use(self, name: str) -> None:
         """Let everything go by a channel from now on; nothing may be under way."""
         self._board._call_in_loop(partial(self._go_to, list(CHANNELS).index(name)))
 
-    def _go_to(self, index: int, poller: zmq.Poller) -> None:
+    def _go_to(self, index: int, poller: SocketPoller) -> None:
         connection = self._connection
         connection.link.send([_GO_TO, bytes([index])])
         poller.unregister(connection.commands)
         connection.commands, connection.link = self._ends[index]
-        poller.register(connection.commands, zmq.POLLIN)
+        poller.register(connection.commands, connection)
 
     def close(self) -> None:
         """Close the sockets that are not the pool's."""
@@ -170,7 +176,7 @@ class _Server(serve.WorkerServer):
     def __init__(self, config: WorkerConfig, owner_descriptors: Sequence[int]) -> None:
         super().__init__(config, owner_descriptors)
         ends: Any = _Ends([self._socket], [self._link])
-        self._socket = self._link = ends
+        self._socket, self._link = _Chosen(ends), ends  # type: ignore[assignment]
         for channel, port in zip(list(CHANNELS.values())[1:], sys.argv[1:], strict=True):
             made = channel.socket(self._context, KeyPair(config.public, config.secret), None)
             made.bind(f"tcp://{LOOPBACK}:{port}")
@@ -179,7 +185,7 @@ class _Server(serve.WorkerServer):
 
 
 class _Ends:
-    """Sockets and links of several channels, of which one is in use: stands for both in a worker."""
+    """Links of several channels, of which one is in use, with their sockets: stands for a worker's link."""
 
     def __init__(self, sockets: list[zmq.Socket[bytes]], links: list[Connection]) -> None:
         self.sockets = sockets
@@ -187,8 +193,12 @@ class _Ends:
         self._index = 0
 
     def __getattr__(self, name: str) -> Any:
-        link = self.links[self._index]
-        return getattr(link if hasattr(link, name) else self.sockets[self._index], name)
+        return getattr(self.links[self._index], name)
+
+    @property
+    def socket(self) -> zmq.Socket[bytes]:
+        """The socket that is in use."""
+        return self.sockets[self._index]
 
     def send(self, frames: list[Any]) -> None:
         """Send a message."""
@@ -202,9 +212,19 @@ class _Ends:
                 self._index = message[1][0]
         return [message for message in messages if bytes(message[0]) != _GO_TO]
 
+
+class _Chosen:
+    """The socket of the channel in use: stands for a worker's socket."""
+
+    def __init__(self, ends: _Ends) -> None:
+        self._ends = ends
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ends.socket, name)
+
     def close(self, linger: int) -> None:
-        """Close all sockets."""
-        for each in self.sockets:
+        """Close the sockets of all channels."""
+        for each in self._ends.sockets:
             each.close(linger)
 
 
