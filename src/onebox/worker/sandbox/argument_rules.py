@@ -11,6 +11,7 @@ kernels of GPUs assert the same themselves (``nll_loss``, ``multi_margin_loss``)
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -982,14 +983,16 @@ def _fft(a: Arguments) -> None:
 
 def _cdist_backward(a: Arguments) -> None:
     left, right = a["x1"], a["x2"]
-    _require(
-        left.dim() >= 2 and right.dim() == left.dim() and left.shape[:-2] == right.shape[:-2],
-        f"points of {list(left.shape)} and {list(right.shape)}",
-        "as many samples of both",
-    )
+    samples: Sequence[int] | None = None
+    if min(left.dim(), right.dim()) >= 2:
+        with contextlib.suppress(RuntimeError):
+            samples = torch.broadcast_shapes(left.shape[:-2], right.shape[:-2])
+    given = f"points of {list(left.shape)} and {list(right.shape)}"
+    _require(samples is not None, given, "samples that broadcast")
+    assert samples is not None
     _require(left.shape[-1] == right.shape[-1], f"points of {left.shape[-1]} and {right.shape[-1]}", "as many features")
     for name in ("grad", "cdist"):
-        _same_shape(a[name], name, (*left.shape[:-1], right.shape[-2]), "the distances")
+        _same_shape(a[name], name, (*samples, left.shape[-2], right.shape[-2]), "the distances")
 
 
 def _pdist(a: Arguments) -> None:

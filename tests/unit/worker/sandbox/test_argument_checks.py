@@ -444,7 +444,12 @@ CASES = [
     Case(
         "aten._cdist_backward.default",
         {"grad": floats(3, 2), "x1": floats(3, 4), "x2": floats(2, 4), "p": 2.0, "cdist": floats(3, 2)},
-        [{"grad": floats(1, 1)}, {"cdist": floats(1, 2)}, {"x2": floats(2, 8)}],
+        [{"grad": floats(1, 1)}, {"cdist": floats(1, 2)}, {"x2": floats(2, 8)}, {"x1": floats(4)}],
+    ),
+    Case(
+        "aten._cdist_backward.default",
+        {"grad": floats(5, 3, 2), "x1": floats(5, 3, 4), "x2": floats(2, 4), "p": 2.0, "cdist": floats(5, 3, 2)},
+        [{"grad": floats(3, 2)}, {"cdist": floats(3, 2)}, {"x2": floats(4, 2, 4)}, {"x1": floats(7, 1, 3, 4)}],
     ),
     Case(
         "aten._pdist_backward.default",
