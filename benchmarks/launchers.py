@@ -48,7 +48,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.steps <= FIRST_STEPS:
         parser.error(f"--steps {options.steps}: the first {FIRST_STEPS} do not count; give more")
-    rounds = options.rounds or (3 if options.long else 1)
+    rounds = (3 if options.long else 1) if options.rounds is None else options.rounds
     cases = [case for case in (CASES if options.long or options.only else usual()) if options.only in case.title]
     pools = [name for name in POOLS if options.only in f"planned {name}"]
     if not cases and not pools:

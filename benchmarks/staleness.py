@@ -53,7 +53,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     asked = parser.parse_args()
     tasks = (asked.tasks or (",".join(TASKS) if asked.long else QUICK)).split(",")
-    seeds = asked.seeds or (3 if asked.long else 1)
+    seeds = (3 if asked.long else 1) if asked.seeds is None else asked.seeds
     if not DATA.exists() and set(tasks) - {"gpt"}:
         sys.exit(f"{DATA} is not there: --tasks gpt needs no data besides Python itself")
     torch.set_num_threads(1)

@@ -186,9 +186,8 @@ class WorkerConnection:
             WireError: A message violates the protocol.
         """
         if self.heartbeat_socket in ready:
-            yield receive(self.heartbeat_socket, self._heartbeat_watch)
-            for _ in range(HEARTBEATS - 1):
-                if not has_input(self.heartbeat_socket):
+            for number in range(HEARTBEATS):
+                if number and not has_input(self.heartbeat_socket):
                     break
                 yield receive(self.heartbeat_socket, self._heartbeat_watch)
 
