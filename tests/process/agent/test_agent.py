@@ -19,7 +19,9 @@ from onebox.agent import ClientLimits, Offered
 from onebox.agent.session_channel import REMOVED
 from onebox.agent.sessions import CUT_S
 from onebox.errors import UsageError
+from onebox.pool.backends.agents.agent_source import connect_agent
 from onebox.pool.backends.compatibility import own_versions
+from onebox.pool.keys.keyring import KnownAgent, identity, remember_agent
 from onebox.wire import new_keys
 from onebox.wire.protocol.agents import (
     Done,
@@ -242,6 +244,19 @@ def test_who_is_no_longer_known_loses_what_it_has() -> None:
         made.until("expired")
         made.until("freed")
         assert not any(isinstance(message, Stock) for message in client.heard)
+
+
+def test_a_paired_client_is_not_reported_as_a_stranger(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("ONEBOX_CONFIG", str(tmp_path))
+    with house() as here:
+        here.known[identity("client").public] = "ida"
+        address = here.agent.endpoint.removeprefix("tcp://")
+        remember_agent(KnownAgent(address, here.keys.public, "host"))
+        for _ in range(2):
+            with contextlib.closing(connect_agent(address)) as connection:
+                connection.inspect()
+    assert len(here.told("connected")) == 2
+    assert not here.told("no-handshake")
 
 
 def test_the_refusal_of_a_message_that_is_not_of_the_protocol_has_its_number() -> None:

@@ -29,7 +29,8 @@ _PACKAGES = (
     "psutil",
 )
 _EXTRAS = {package.distribution: f"for {package.purpose}: {package.remedy}" for package in PACKAGES} | {
-    "transformers": "for the tests: pip install 'onebox[test]'"
+    "transformers": "for PlannedTrainer, and models by their configuration: pip install transformers",
+    "lightning": "for OneboxStrategy: pip install lightning",
 }
 
 _ELSEWHERE = {"none": f"workers run on Linux, and this machine has {SYSTEM}; a client here uses those of agents"}

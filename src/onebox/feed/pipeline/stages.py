@@ -19,7 +19,7 @@ class StageSpec:
         name: Name for display: ``read``, ``process``, ``upload``.
         work: Function from an item to a result; called concurrently by threads, or in processes.
         concurrency: Number of concurrent items; ``auto`` follows the counters.
-        by: Threads, or processes where the work holds the GIL; ``processes.py`` documents the items and results that
+        by: Threads, or processes where the work holds the GIL; ``fork_server.py`` documents the items and results that
             can be sent to these.
         timeout_s: Time limit of the work for an item, after which the pipeline ends with an error.
         describe: Returns a description of an item, by its number, for the error of the time limit.

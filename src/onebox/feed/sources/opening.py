@@ -12,6 +12,7 @@ from onebox.errors import DataError, UsageError
 from onebox.feed.decode import ImageDecoder
 from onebox.feed.source import Source
 from onebox.feed.sources.cifar10 import Cifar10
+from onebox.feed.sources.formats.row_groups import ARROW_ENDINGS
 from onebox.feed.sources.image_folder import ImageFolder
 from onebox.feed.sources.mnist import Mnist
 from onebox.feed.sources.numpy_files import NumpyFiles
@@ -91,7 +92,7 @@ def _tar(place: str, decoder: ImageDecoder | None) -> Pair:
 
 
 def _parquet(place: str, decoder: ImageDecoder | None) -> Pair:
-    train_files, test_files = _files(place, "parquet", (".parquet", ".arrow", ".feather"))
+    train_files, test_files = _files(place, "parquet", (".parquet", *ARROW_ENDINGS))
     train = _with_classes(Parquet(train_files, decoder=decoder))
     return train, Parquet(test_files, decoder=decoder, classes=train.classes) if test_files else None
 

@@ -79,7 +79,7 @@ REPLICATE = Replicate()
 PARTIAL = Partial()
 
 
-def apportion(size: int, ranks: int, unit: int = 1) -> tuple[int, ...] | None:
+def even_parts(size: int, ranks: int, unit: int = 1) -> tuple[int, ...] | None:
     """Divide a dimension among ranks as evenly as whole units allow; earlier ranks get the remainder.
 
     Args:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from onebox.graph.capture.joint import Port
 from onebox.graph.shard.analysis import AnalyzedOperator, AnalyzedProgram
-from onebox.graph.shard.placements import PARTIAL, REPLICATE, Placement, Shard, apportion, reshaped
+from onebox.graph.shard.placements import PARTIAL, REPLICATE, Placement, Shard, even_parts, reshaped
 from onebox.graph.shard.rules import (
     ADDITIVE,
     FOLLOWS_WEIGHT,
@@ -160,7 +160,7 @@ class ProgramSharder(PlacementState):
         found: dict[tuple[tuple[int, ...], int], None] = {}
         for run in sorted({size} | set(self.tape.cuts.get(size, ())), reverse=True):
             for unit in sorted({1} | set(self.tape.cuts.get(run, ()))):
-                sizes = apportion(run, self.group.ranks, unit)
+                sizes = even_parts(run, self.group.ranks, unit)
                 if sizes is not None:
                     found[sizes, size // run] = None
         return list(found)
@@ -204,7 +204,7 @@ class ProgramSharder(PlacementState):
         slot = operator.outs[0]
         assert slot is not None
         dim = 1 if operator.name == "aten.convolution.default" else len(self.specs[slot].shape) - 1
-        sizes = apportion(self.specs[slot].shape[dim], self.group.ranks)
+        sizes = even_parts(self.specs[slot].shape[dim], self.group.ranks)
         if sizes is not None:
             shard = Shard(dim, sizes)
             self.want(slot, shard)

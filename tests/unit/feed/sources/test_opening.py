@@ -66,6 +66,17 @@ def test_tables(tmp_path):
     assert (labels(train), test) == ([2], None)
 
 
+@pytest.mark.parametrize("ending", (".arrow", ".feather", ".ipc"))
+def test_a_folder_of_arrow_files(tmp_path, ending):
+    pa = pytest.importorskip("pyarrow")
+    for name, value in (("train", 3), ("test", 7)):
+        table = pa.table({"x": [value], "label": [value]})
+        with pa.OSFile(str(tmp_path / f"{name}{ending}"), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
+            writer.write_table(table)
+    train, test = open_source(f"parquet:{tmp_path}")
+    assert (labels(train), labels(test)) == ([3], [7])
+
+
 def test_arrays(tmp_path):
     arrays = {"x_train": np.zeros(3), "y_train": np.arange(3), "x_test": np.zeros(2), "y_test": np.arange(2)}
     for name, array in arrays.items():

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onebox.graph import NamedProgram, Port
-from onebox.graph.shard.placements import REPLICATE, Placement, Shard, apportion
+from onebox.graph.shard.placements import REPLICATE, Placement, Shard, even_parts
 from onebox.graph.shard.search import AllGather, AllReduce, Sharded, shard_tapes
 from onebox.wire import Many, SlotArgument, TensorSpec, Value
 from tests.unit.graph.ranks import compare
@@ -202,11 +202,11 @@ def splits(shape: Sequence[int]) -> list[Shard]:
     found = []
     for dim, size in enumerate(shape):
         for ranks in (2, 3):
-            sizes = apportion(size, ranks)
+            sizes = even_parts(size, ranks)
             found += [Shard(dim, sizes)] if sizes else []
             found += [Shard(dim, sizes[::-1])] if sizes and sizes != sizes[::-1] else []
         if size % 2 == 0 and size >= 4:
-            sizes = apportion(size // 2, 2)
+            sizes = even_parts(size // 2, 2)
             found += [Shard(dim, sizes, blocks=2)] if sizes else []
     return found
 
@@ -229,7 +229,7 @@ def test_an_operator_runs_on_shares_where_it_can(example: Example) -> None:
     inputs = {port: maker.values[number] for number, port in enumerate(tape.inputs)}
     for number, dims in example.local.items():
         for dim in dims:
-            sizes = apportion(maker.values[number].shape[dim], 2)
+            sizes = even_parts(maker.values[number].shape[dim], 2)
             assert sizes is not None
             placed = {tape.inputs[number]: Shard(dim, sizes)}
             sharded = shard_tapes([tape], 2, placements=placed, held=0.0, flops_per_byte=1e-3, trials=0)
@@ -257,7 +257,7 @@ def test_a_product_of_shares_of_what_is_summed_over_is_one_sum(example: Example,
     inputs = {port: maker.values[number] for number, port in enumerate(tape.inputs)}
     placed: dict[Port, Placement] = {}
     for number, dim in dims.items():
-        sizes = apportion(maker.values[number].shape[dim], 2)
+        sizes = even_parts(maker.values[number].shape[dim], 2)
         assert sizes is not None
         placed[tape.inputs[number]] = Shard(dim, sizes)
     sharded = shard_tapes([tape], 2, placements=placed, flops_per_byte=1e-3)  # computing costs nearly all

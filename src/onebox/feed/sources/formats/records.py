@@ -7,6 +7,7 @@ that has become shorter meanwhile is an error, not a crash of the process.
 from __future__ import annotations
 
 import bisect
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -38,7 +39,7 @@ class Records:
         step_bytes: int | None = None,
     ) -> None:
         self._files = OpenFiles(paths)
-        self._ends = [sum(counts[: number + 1]) for number in range(len(counts))]
+        self._ends = list(itertools.accumulate(counts))
         self._record_bytes = record_bytes
         self._offset = offset
         self._step_bytes = record_bytes if step_bytes is None else step_bytes

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import zmq
 
 from onebox.errors import OneboxError, PoolError, UsageError, WireError
-from onebox.pool.backends.agents.agent_socket import AgentSocket
+from onebox.pool.backends.agents.agent_socket import AgentSocket, reach
 from onebox.pool.backends.agents.held_leases import HeldLeases
 from onebox.pool.backends.agents.keep_alive import CUT_S, KeepAlive
 from onebox.pool.backends.agents.remote_worker import RemoteWorker
@@ -262,6 +262,8 @@ class AgentConnection:
         while found is None:  # in slices, so that Ctrl-C always ends the wait
             if (left_s := end_s - time.monotonic()) <= 0:
                 raise self._socket.absent(timeout_s or 0.0)
+            if self._socket.unreached and not self._open:
+                reach(self.address)
             with contextlib.suppress(queue.Empty):
                 found = asked.answers.get(timeout=min(SLICE_S, left_s))
         if isinstance(found, OneboxError):

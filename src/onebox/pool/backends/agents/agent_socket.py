@@ -27,7 +27,6 @@ _BEAT_MS, _SILENT_MS = 500, 1500
 """Interval of ZeroMQ's own heartbeats, and the silence after which it reconnects. TCP alone would retransmit after ever
 longer pauses."""
 
-_NOBODY = "nobody listens there: run 'onebox serve' on that host, or mend the address"
 _HINTS = {
     int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL): "what listens there has not the key that was paired with: pair again",
     int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL): "what listens there is no agent",
@@ -70,6 +69,8 @@ class AgentSocket:
         self._key = key
         self._let_in, self._mute = 0, 0
         self._reached = False
+        self.unreached = False
+        """Whether the last attempt to connect has failed."""
         where = split(address)
         family = resolve(address)[0]
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
@@ -122,9 +123,10 @@ class AgentSocket:
             self._mute += event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
             if self._mute >= _SURE and not self._let_in:
                 refusal = self._another_key()
-            self._reached |= event == zmq.EVENT_CONNECTED
+            if event == zmq.EVENT_CONNECTED:
+                self.unreached, self._reached = False, True
             if event == zmq.EVENT_CONNECT_RETRIED:  # also follows an established connection that broke
-                self._hint, self._reached = self._hint if self._reached else _NOBODY, False
+                self.unreached, self._reached = not self._reached, False
             self._hint = _HINTS.get(event, self._hint)
         return refusal
 
@@ -188,7 +190,9 @@ def own_address(address: str) -> str:
 
 
 def reach(address: str) -> None:
-    """Check that an agent's address accepts TCP connections, at once, where ZeroMQ would retry in silence.
+    """Check that an agent's address accepts TCP connections, where ZeroMQ would retry in silence.
+
+    An agent reports a connection without a handshake, so this is for addresses at which an attempt has failed.
 
     Args:
         address: ``HOST`` or ``HOST:PORT``.

@@ -13,7 +13,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from onebox.errors import PoolError, UsageError
 from onebox.pool.backends.agents.agent_connection import AgentConnection, Busy
-from onebox.pool.backends.agents.agent_socket import reach
 from onebox.pool.backends.agents.keep_alive import CUT_S
 from onebox.pool.backends.agents.remote_worker import RemoteWorker
 from onebox.pool.backends.base import WorkerHandle
@@ -56,7 +55,6 @@ def connect_agent(address: str) -> AgentConnection:
         PoolError: There is no agent, it refuses this client, or it is of another version.
     """
     agent = paired_agent(address)
-    reach(address)
     return AgentConnection(address, agent.key, identity("client"), client_name())
 
 
