@@ -14,6 +14,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from onebox.lazy_names import lazy_names
+from onebox.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from onebox.engine import Evaluation, StepLoss, Trainer, Weighted
@@ -29,8 +30,6 @@ if TYPE_CHECKING:
     from onebox.stop_signals import StopSignals
     from onebox.trainer_options import DataParallel, Engine, Outer, Recovery, Staging, StaleGradients, Weights
     from onebox.vgpu import open_devices as open
-
-__version__ = "0.1.0"
 
 __all__ = [
     "Buckets",

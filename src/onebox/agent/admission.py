@@ -12,6 +12,7 @@ import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from msgspec.structs import replace
 from zmq.utils import z85
 
 from onebox.errors import UsageError
@@ -128,11 +129,17 @@ def taken(room: Mapping[str, Room], shares: Sequence[Share]) -> dict[str, Room]:
     return left
 
 
-def settled(wants: Sequence[Want], offers: Mapping[str, Offered]) -> tuple[Want, ...]:
-    """Return a request's wants with the agent's choices filled in for CPU workers.
+def settled(wants: Sequence[Want], offers: Mapping[str, Offered], allowed_bytes: int = 0) -> tuple[Want, ...]:
+    """Return a request's wants with the agent's choices filled in.
 
-    Unspecified threads are equal shares of the cores that the request's other wants leave; unspecified memory is in
-    proportion to the cores.
+    For CPU workers, unspecified threads are equal shares of the cores that the request's other wants leave, and
+    unspecified memory is in proportion to the cores. Where all that exceeds what the client may have, unspecified
+    memory, of GPUs too, is reduced in proportion.
+
+    Args:
+        wants: The wants.
+        offers: All devices.
+        allowed_bytes: The most memory of all together; 0 for no limit.
 
     Raises:
         UsageError: A want is invalid, not offered, or larger than the offer.
@@ -145,13 +152,23 @@ def settled(wants: Sequence[Want], offers: Mapping[str, Offered]) -> tuple[Want,
     left = offers["cpu"].threads - sum(chosen) if chosen else 0
     each = max(1, left // max(1, chosen.count(0)))
     made = tuple(_chosen(want, offers["cpu"], each) if want.device == "cpu" else want for want in wants)
-    if fit(made, all_room(offers), offers) is None:
+    shares = fit(made, all_room(offers), offers)
+    if shares is None:
         asked = ", ".join(dict.fromkeys(want.device for want in wants))
         raise UsageError(
             f"{len(wants)} workers ({asked}) do not fit together into what is offered, even with nothing leased: "
             f"{_listing(offers)}"
         )
-    return made
+    chosen_bytes = sum(share.memory_bytes for want, share in zip(wants, shares, strict=True) if not want.memory_bytes)
+    left_bytes = allowed_bytes - sum(want.memory_bytes for want in wants)
+    if not allowed_bytes or chosen_bytes <= left_bytes or left_bytes < len(wants):
+        return made
+    return tuple(
+        filled
+        if want.memory_bytes
+        else replace(filled, memory_bytes=max(1, share.memory_bytes * left_bytes // chosen_bytes))
+        for want, filled, share in zip(wants, made, shares, strict=True)
+    )
 
 
 def fit(wants: Sequence[Want], room: Mapping[str, Room], offers: Mapping[str, Offered]) -> tuple[Share, ...] | None:

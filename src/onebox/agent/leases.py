@@ -23,6 +23,7 @@ from onebox.agent.admission import (
     taken,
 )
 from onebox.errors import UsageError
+from onebox.sizes import size_text
 from onebox.wire.protocol.agents import Holder, Offer, Want
 
 QUEUE = 256
@@ -326,9 +327,6 @@ class Leases:
         """
         if not LEAST_GRACE_S <= grace_s <= self._limits.grace_s:
             raise UsageError(f"a grace of {grace_s} s; allowed are {LEAST_GRACE_S:g} to {self._limits.grace_s:g} s")
-        made = settled(wants, self._offers)
-        estimate = fit(made, all_room(self._offers), self._offers)
-        assert estimate is not None  # guaranteed by settled()
         if len(self._queue) >= QUEUE:
             raise UsageError(f"{QUEUE} requests wait already; try again later")
         mine = [held for held in self._held.values() if held.client.key == client.key and not held.ending]
@@ -337,6 +335,11 @@ class Leases:
             raise UsageError(f"{client.name} has {len(mine) + len(queued)} leases and requests; no more are allowed")
         shares = [share for held in mine for share in held.shares.values()]
         shares += [share for waiting in queued for share in waiting.estimate]
+        most_bytes = self._limits.memory_bytes
+        left_bytes = max(1, most_bytes - sum(share.memory_bytes for share in shares)) if most_bytes else 0
+        made = settled(wants, self._offers, left_bytes)
+        estimate = fit(made, all_room(self._offers), self._offers)
+        assert estimate is not None  # guaranteed by settled()
         over = self._over([*shares, *estimate])
         if over:
             had = f" with what {client.name} has or waits for already" if shares else ""
@@ -346,9 +349,11 @@ class Leases:
     def _over(self, shares: Sequence[Share]) -> str:
         """Describe the limit of a client that shares exceed; empty if none."""
         limits = self._limits
+        used_bytes = sum(share.memory_bytes for share in shares)
+        if limits.memory_bytes and used_bytes > limits.memory_bytes:
+            return f"{size_text(used_bytes)} of memory; allowed are {size_text(limits.memory_bytes)}"
         sums = (
             (len(shares), limits.devices, "devices"),
-            (sum(share.memory_bytes for share in shares), limits.memory_bytes, "bytes"),
             (sum(share.threads for share in shares), limits.threads, "cores"),
         )
         return next((f"{sum_} {what}; allowed are {most}" for sum_, most, what in sums if most and sum_ > most), "")

@@ -50,6 +50,15 @@ def test_cores_that_nobody_named_are_shared_equally() -> None:
     assert settled([Want("cpu")], offers(CPU)) == (Want("cpu", 4, 100),)
 
 
+def test_memory_that_nobody_named_is_within_what_is_allowed() -> None:
+    all_ = offers(gpu(0), gpu(1), CPU)
+    assert settled([Want("cpu", 1), Want("cpu", 3)], all_, 60) == (Want("cpu", 1, 15), Want("cpu", 3, 45))
+    assert settled([Want("cpu", 1), Want("cpu", 3, 20)], all_, 25) == (Want("cpu", 1, 5), Want("cpu", 3, 20))
+    assert settled([Want("cuda"), Want("cuda:1")], all_, 6) == (Want("cuda", 0, 3), Want("cuda:1", 0, 3))
+    assert settled([Want("cuda")], all_, 8) == (Want("cuda"),)  # exclusive, as all of it is allowed
+    assert settled([Want("cpu", 1, 20)], all_, 10) == (Want("cpu", 1, 20),)  # which the limit then refuses
+
+
 @pytest.mark.parametrize(
     ("wants", "what"),
     [

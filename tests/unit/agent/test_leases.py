@@ -204,7 +204,7 @@ def test_a_request_that_comes_twice_is_one() -> None:
     ("limits", "reason"),
     [
         (ClientLimits(devices=2), "3 devices; allowed are 2 for one client"),
-        (ClientLimits(memory_bytes=19), "20 bytes; allowed are 19"),
+        (ClientLimits(memory_bytes=19), "20 bytes of memory; allowed are 19 bytes for one client"),
         (ClientLimits(threads=5), "6 cores; allowed are 5"),
         (ClientLimits(requests=2), "2 leases and requests; no more"),
     ],
@@ -217,6 +217,18 @@ def test_the_limits_of_a_client_count_what_it_has_and_waits_for(limits: ClientLi
     (refused,) = ask(leases, ANA, 2, Want("cpu", 2, 4))
     assert isinstance(refused, Refuse) and refused.kind == "usage" and reason in refused.reason
     assert isinstance(ask(leases, CLEO, 2, Want("cpu", 2, 4))[0], Grant)
+
+
+def test_memory_that_a_request_leaves_open_is_what_its_client_may_have() -> None:
+    leases = Leases((*GPUS, CPU), ClientLimits(memory_bytes=6))
+    (first,) = ask(leases, ANA, 1, Want("cpu", 1), Want("cpu", 1, 2))
+    assert isinstance(first, Grant) and [share.memory_bytes for share in first.shares] == [4, 2]
+    (refused,) = ask(leases, ANA, 2, Want("cpu", 1))
+    assert isinstance(refused, Refuse) and "allowed are 6 bytes for one client" in refused.reason
+    leases.release(ANA, first.lease)
+    leases.freed(first.lease, 0.0)
+    (gpu,) = ask(leases, ANA, 3, Want("cuda"))
+    assert isinstance(gpu, Grant) and gpu.shares[0].memory_bytes == 6
 
 
 @pytest.mark.parametrize("grace_s", [0.5, float("nan"), 601.0, -1.0, float("inf")])

@@ -57,7 +57,8 @@ class ServeConfig:
         advertise: Address of this machine that clients and other workers connect to, if it is not the one that it
             listens on: behind a NAT (then --bind names this machine's own), or with several networks.
         max_devices_per_client: The most workers that one client may have; 0 for no limit.
-        max_memory_per_client: The most memory that one client may have on all devices; without it there is no limit.
+        max_memory_per_client: The most memory that one client may have on all devices, such as 20GiB; without it there
+            is no limit. A client that names no amount gets what it may have.
         max_cores_per_client: The most cores that one client may have; 0 for no limit.
         max_lease: Seconds after which a lease ends, in use or not; without it there is no limit.
         user: User whose groups workers have, such as those that may use GPUs, if root starts this.

@@ -8,6 +8,7 @@ import sys
 from functools import cache
 from importlib import metadata
 
+from onebox.version import __version__
 from onebox.wire.protocol.agents import AGENT_PROTOCOL, SoftwareVersions
 from onebox.wire.protocol.requests import PROTOCOL
 
@@ -18,11 +19,7 @@ _LONGEST = 40
 @cache
 def own_versions() -> SoftwareVersions:
     """Return the versions on this side."""
-    try:
-        onebox = metadata.version("onebox")
-    except metadata.PackageNotFoundError:  # runs from a folder and is not installed
-        onebox = "of a folder"
-    return SoftwareVersions(AGENT_PROTOCOL, PROTOCOL, onebox, _torch_version(), platform.python_version())
+    return SoftwareVersions(AGENT_PROTOCOL, PROTOCOL, __version__, _torch_version(), platform.python_version())
 
 
 def agree(one: SoftwareVersions, other: SoftwareVersions) -> bool:
@@ -42,7 +39,7 @@ def mismatch(client: SoftwareVersions, agent: SoftwareVersions, host: str) -> st
         return None
     return (
         f"versions that do not match: this client runs {describe(client)}; the agent on {host} runs {describe(agent)}: "
-        "install the same versions of onebox and torch on both"
+        "install the same version of onebox and of torch on both"
     )
 
 

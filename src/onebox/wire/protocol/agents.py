@@ -62,7 +62,7 @@ class Want(AgentMessage, frozen=True):
         device: ``cuda:K`` for a specific one, ``cuda`` for any, ``cpu`` for a share of the cores.
         threads: Threads of its CPU operators; 0 for the agent's choice.
         memory_bytes: Most bytes of its buffers. For a GPU, 0 requests exclusive use, else others may use the rest of
-            its memory; for ``cpu`` 0 requests the agent's maximum.
+            its memory; for ``cpu`` 0 leaves the amount to the agent. Its limit for a client bounds both.
     """
 
     device: str
