@@ -11,18 +11,33 @@ from torch.nn import functional
 from onebox.feed import Data
 
 
+class Block(nn.Module):
+    """A normalised layer with a residual connection."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.wide = nn.Linear(width, 2 * width)
+        self.back = nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Features, [B, width], before and after."""
+        return x + self.back(self.wide(self.norm(x)).relu())
+
+
 class Net(nn.Module):
     """A network for the images of any data set: a required argument called ``data`` is that data set."""
 
-    def __init__(self, data: Data, width: int = 64):
+    def __init__(self, data: Data, width: int = 512, depth: int = 6):
         super().__init__()
         channels, height, columns = data.shape
-        self.hidden = nn.Linear(channels * height * columns, width)
+        self.first = nn.Linear(channels * height * columns, width)
+        self.blocks = nn.Sequential(*(Block(width) for _ in range(depth)))
         self.head = nn.Linear(width, data.classes)
 
     def forward(self, images: Tensor) -> Tensor:
         """Images arrive as bytes, uint8 [B, C, H, W]; what leaves are logits [B, classes]."""
-        logits: Tensor = self.head(self.hidden(images.flatten(1).float() / 255).relu())
+        logits: Tensor = self.head(self.blocks(self.first(images.flatten(1).float() / 255)))
         return logits
 
 
