@@ -61,7 +61,7 @@ def noise_line(candidates: Sequence[PlanCandidate]) -> str:
     longer = f"only {time_text(gain_s)} longer" if gain_s > 0 else "no longer"
     return (
         f"too noisy to choose by: the times of a step vary by {time_text(high_s - low_s)}, and {other.label} takes "
-        f"{longer}; end other programs and measure again with --fresh"
+        f"{longer}; end other programs, or leave them cores with --threads, and measure again with --fresh"
     )
 
 
