@@ -144,6 +144,8 @@ def _compared(
         if number in writes or id(twins[id(tensor)]) not in positions:
             positions[id(twins[id(tensor)])] = number
     storages = {twins[id(tensor)].untyped_storage()._cdata: number for number, tensor in enumerate(order)}
+    if all(value.alias_info is None for value in func._schema.returns):
+        flat = [item.clone() if id(item) in positions else item for item in flat]  # only ``meta`` returns an argument
     returns: list[Metadata | int | None] = []
     for item in flat:
         if item is None:
