@@ -31,6 +31,9 @@ _ADVICE = {
     "error of onebox, and the operator and the shapes say which",
     "data": "plain PyTorch says the same of this batch: look at the values, types and shapes that go into the model "
     "and the loss; what is computed from them is void",
+    "assertion": "the script asserts this itself, by torch._assert_async or a function that calls it: look at the "
+    "values that it checks",
+    "overlap": "plain PyTorch says the same of these views: write to a tensor of its own, .clone() of the view",
     "nondeterministic": "the run is to be deterministic (onebox.Numerics, or torch.use_deterministic_algorithms in "
     "this process): leave this operator out of the model, or allow it with deterministic='warn' or False",
     "asserted": "a GPU says so of a number that is out of range, mostly a label or an index of an embedding: look at "
@@ -77,7 +80,7 @@ _KILLED = 9  # SIGKILL
 _DATA = re.compile(
     r"out of bounds|out of range|must have the same dtype|same reduction dim|shapes cannot be multiplied|"
     r"size of tensor a|batch_size|target dtype|[Ee]xpected (scalar|tensor .* scalar) type|"
-    r"should be between 0 and 1|Class values must be|size mismatch|same dtype"
+    r"should be between 0 and 1|Class values must be|size mismatch|same dtype|; allowed: "
 )
 """Messages of PyTorch 2.11 to 2.13 about batches that a model or a loss rejects."""
 
@@ -94,6 +97,10 @@ def _advice(failure: WorkerFailure) -> str:
         return _ADVICE[failure.kind]
     if "device-side assert" in failure.message:
         return _ADVICE["asserted"]
+    if "_assert_async" in failure.operator and not _DATA.search(failure.message):
+        return _ADVICE["assertion"]
+    if failure.message.startswith("unsupported operation: ") and "single memory location" in failure.message:
+        return _ADVICE["overlap"]
     if "does not have a deterministic implementation" in failure.message:
         return _ADVICE["nondeterministic"]
     if failure.cause != "IndexError" and not _DATA.search(failure.message):

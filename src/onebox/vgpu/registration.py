@@ -47,6 +47,7 @@ from onebox.vgpu.ops import (
     attention,
     autocast,
     histogram,
+    one_hot,
     out_arguments,
     padded_batches,
     recurrent_cells,
@@ -106,7 +107,7 @@ def _implement_operators(patches: Patches) -> None:
     aten, everything = torch.library.Library("aten", "IMPL"), torch.library.Library("_", "IMPL")
     patches.on_removal(aten._destroy)
     patches.on_removal(everything._destroy)
-    for module in (factories, autocast, sequence_lengths, out_arguments, sparse, attention):
+    for module in (factories, autocast, sequence_lengths, out_arguments, one_hot, sparse, attention):
         module.implement(aten)
     autocast.implement_others(everything)
 

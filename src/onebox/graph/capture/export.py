@@ -32,7 +32,7 @@ from onebox.graph.capture.python_variables import Reads, WatchedValue, snapshot,
 from onebox.graph.capture.recurrent import WholeRecurrent
 from onebox.graph.capture.repeated.layers import RepeatedLayers
 from onebox.graph.capture.symbolic_sizes import Varying
-from onebox.graph.capture.traced_calls import Layer, TracedCalls, require_plain
+from onebox.graph.capture.traced_calls import Layer, TracedCalls, fails_in_backward, require_plain
 from onebox.graph.capture.transparent_contexts import transparent
 
 Mode = Literal["train", "evaluate"]
@@ -216,7 +216,14 @@ class _Stateless(nn.Module):
             for held, key, name in self._places:
                 held[key] = given[name]
             with self.repeated.standing_in(), self._within(), _assignments_written(wrapper):
-                return self.recorder.run(lambda: wrapper(_apart(inputs), _apart(targets)))
+                made: tuple[Tensor, ...] = self.recorder.run(lambda: wrapper(_apart(inputs), _apart(targets)))
+            if fails_in_backward(made[:1]):
+                raise CaptureError(
+                    "plain PyTorch raises an error in the backward of this loss: trying to differentiate twice a "
+                    "function that was marked with @once_differentiable\n  Remove that decorator, if its backward is "
+                    "differentiable, or detach the gradient that forward computes"
+                )
+            return made
         finally:
             for held, key, tensor in before:
                 held[key] = tensor

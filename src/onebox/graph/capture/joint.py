@@ -148,7 +148,7 @@ def trace(
         widen_statistics(graph)
         if device_type != "cpu":
             state_gpu_outputs(graph)
-        outputs = list(_outputs(graph, state))
+        outputs = with_assertions(graph, list(_outputs(graph, state)))
         constants: dict[str, Tensor] = {}
         inputs = [
             (node, _input_port(node.meta["desc"], module, state, constants))
@@ -249,6 +249,46 @@ def _outputs(graph: fx.Graph, state: Mapping[str, str]) -> list[tuple[fx.Node, P
             found.append((node, Port("gradient", state[desc.grad_of.target])))
         elif isinstance(desc, InputMutationAOTOutput):
             found.append((node, Port("update", _written_buffer(node, desc.mutated_input, state))))
+    return found
+
+
+_ASSERTIONS = {
+    torch.ops.aten._assert_async.default: "Expected Tensor with single nonzero value, but got zero",
+    torch.ops.aten._assert_async.msg: "",
+}
+"""Operators that check a value and return nothing, with the messages of those that are given none."""
+
+fx.node.has_side_effect(torch.ops.aten._assert_async.default)  # the tracer leaves it out otherwise, unlike the other
+
+
+def with_assertions(graph: fx.Graph, outputs: Sequence[tuple[fx.Node, Port]]) -> list[tuple[fx.Node, Port]]:
+    """Let outputs depend on the checks of a graph, which would be left out as values that nobody reads.
+
+    What forward checks, the loss depends on; what backward checks, a gradient.
+
+    Args:
+        graph: Changed in place.
+        outputs: Its outputs with their ports.
+
+    Returns:
+        The outputs that the graph has then.
+    """
+    found = list(outputs)
+    for node in [node for node in graph.nodes if node.target in _ASSERTIONS]:
+        kind = "gradient" if node.meta.get("partitioner_tag") == "is_backward" else "result"
+        place = next((place for place, (_, port) in enumerate(found) if port.kind == kind), None)
+        if place is not None:
+            output, port = found[place]
+            order = {each: number for number, each in enumerate(graph.nodes)}
+            condition, *message = (*node.args, *node.kwargs.values())
+            with graph.inserting_after(max(output, node, key=order.__getitem__)):
+                checked = graph.call_function(
+                    torch.ops.aten._functional_assert_async.msg,
+                    (condition, *(message or [_ASSERTIONS[node.target]]), output),
+                )
+            checked.meta = {key: value for key, value in output.meta.items() if key != "desc"}
+            found[place] = (checked, port)
+        graph.erase_node(node)
     return found
 
 

@@ -51,6 +51,22 @@ Layer = tuple[str, str]
 """The path of a module, and its class."""
 
 
+def fails_in_backward(results: Sequence[Tensor]) -> bool:
+    """Return whether plain PyTorch's backward from some results reaches a node that only raises an error, as that of
+    ``once_differentiable`` does; a trace computes the gradients of parameters alone, and passes it by.
+    """
+    seen: set[Any] = set()
+    stack = [made.grad_fn for made in results if made.grad_fn is not None]
+    while stack:
+        node = stack.pop()
+        if node not in seen:
+            seen.add(node)
+            if type(node).__name__ == "Error" and node.next_functions:  # without any it marks the tracer's inputs
+                return True
+            stack += [behind for behind, _ in node.next_functions if behind is not None]
+    return False
+
+
 class TracedCalls(TorchFunctionMode):
     """The calls of one trace.
 

@@ -27,6 +27,9 @@ _SAME_STORAGE = {aten.detach.default, aten.alias.default}
 _BY_STRIDES = {aten.as_strided.default, aten.as_strided_copy.default, aten.as_strided_scatter.default}
 """Operators that read memory by strides, which inside a program are the worker's own: the client issues them."""
 
+_ASSERTIONS = {aten._assert_async.default, aten._assert_async.msg}
+"""Operators that are needed although they return nothing."""
+
 _TYPES = {DTYPES[name] for name in PROGRAM_TYPES}
 """The element types of programs; operators on others are issued by the client."""
 
@@ -203,9 +206,10 @@ def _travels(value: Any) -> bool:
 
 
 def _live(graph: fx.Graph, results: Sequence[Any]) -> set[fx.Node]:
-    """Return the nodes whose values are needed, with views resolved, and those that select from several results."""
+    """Return the nodes that are needed, with views resolved, and those that select from several results."""
     live: set[fx.Node] = set()
     stack = [canonical(node) for node in results if isinstance(node, fx.Node)]
+    stack += [node for node in graph.nodes if node.target in _ASSERTIONS]
     while stack:
         node = stack.pop()
         if node not in live:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from onebox.errors import OperatorError, WireError
 from onebox.vgpu.core.tensor import Handle, VirtualTensor, relay, wrap, wrap_view
@@ -154,6 +155,8 @@ def _returned(queue: CommandQueue, found: CachedOp, tensors: list[VirtualTensor]
     for position, metadata in found.changes:
         if tensors[position]._metadata is not metadata:
             relay(tensors[position], metadata)
+    if found.versioned:
+        increment_version([tensors[position] for position in found.versioned])
     values: list[Any] = []
     for item, source in zip(found.returns, found.shared, strict=True):
         if item is None:

@@ -30,6 +30,7 @@ from onebox.wire import (
     OwnDevice,
     SlotArgument,
     dtype_name,
+    overload,
 )
 from onebox.worker.programs.kernels import written_inputs
 from onebox.worker.sandbox.allow_list import EAGER, pinned_names
@@ -62,7 +63,7 @@ class CachedOp(RecordedOp):
         shared: For each returned tensor, the input that a new one is a view of; -1 for none.
     """
 
-    __slots__ = ("changes", "floats", "only", "rebuild", "returns", "shared", "viewed")
+    __slots__ = ("changes", "floats", "only", "rebuild", "returns", "shared", "versioned", "viewed")
 
     def __init__(
         self,
@@ -83,6 +84,7 @@ class CachedOp(RecordedOp):
         self.shared = shared or (-1,) * len(returns)
         self.viewed = self.shared[0] if returns else -1
         """The input that the new tensor is a view of; -1 for none."""
+        self.versioned = versioned_inputs(kernel)
 
 
 def infer_op(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CachedOp:
@@ -142,6 +144,8 @@ def _compared(
         if number in writes or id(twins[id(tensor)]) not in positions:
             positions[id(twins[id(tensor)])] = number
     storages = {twins[id(tensor)].untyped_storage()._cdata: number for number, tensor in enumerate(order)}
+    if all(value.alias_info is None for value in func._schema.returns):
+        flat = [item.clone() if id(item) in positions else item for item in flat]  # only ``meta`` returns an argument
     returns: list[Metadata | int | None] = []
     for item in flat:
         if item is None:
@@ -203,6 +207,29 @@ def flatten(func: Any, result: Any) -> tuple[list[Any], Callable[[list[Any]], An
 
 def _nothing(values: list[Any]) -> None:
     return None
+
+
+# ---- versions
+
+_UNVERSIONED = ("_amp_foreach_", "_fused_")
+"""Beginnings of names of operators whose kernels write to lists and raise no version in PyTorch either."""
+
+
+def versioned_inputs(kernel: KernelSpec) -> tuple[int, ...]:
+    """Return the inputs whose versions the caller has to raise: those in lists that an operator writes to.
+
+    PyTorch raises the version of a single tensor above the device, but leaves lists to the device's kernels.
+    """
+    function = overload(kernel.name)
+    if not function._schema.is_mutable or function._schema.name.partition("::")[2].startswith(_UNVERSIONED):
+        return ()
+    found: list[int] = []
+    for place, argument in enumerate(function._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = kernel.args[place] if place < len(kernel.args) else kernel.kwargs.get(argument.name)
+            if isinstance(given, Items):
+                found += [item.index for item in given.items if isinstance(item, SlotArgument)]
+    return tuple(found)
 
 
 # ---- the kernel

@@ -6,11 +6,12 @@ from __future__ import annotations
 from typing import Any, NoReturn
 
 import torch
+from torch.autograd.graph import increment_version
 
 from onebox.errors import DeviceMemoryError, OperatorError, WireError
 from onebox.vgpu.core.metadata import from_wire
 from onebox.vgpu.core.tensor import Handle, VirtualTensor, relay, wrap
-from onebox.vgpu.dispatch.op_cache import describe
+from onebox.vgpu.dispatch.op_cache import describe, versioned_inputs
 from onebox.vgpu.runtime.command_queue import CommandQueue
 from onebox.wire import Complex, Strided
 
@@ -65,6 +66,7 @@ def run_synchronously(
         layout = from_wire(now)
         if layout is not tensor._metadata:
             relay(tensor, layout)
+    increment_version([tensors[position] for position in versioned_inputs(kernel)])
     return _result(queue, func, args, kwargs, list(made.results), first)
 
 

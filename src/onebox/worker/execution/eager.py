@@ -210,7 +210,7 @@ class EagerExecutor:
 
     def _explain(self, error: Exception, kernel: CompiledKernel, arguments: Sequence[Any]) -> WorkerFailure:
         """Report an operator's exception, and return it as a failure; see :func:`require_device`."""
-        if not isinstance(error, WireError):
+        if arguments or not isinstance(error, WireError):  # without arguments one of its buffers is not there
             error = self._blamed(error, kernel, arguments)
         require_device(self._device, error, kernel.name)
         failure = describe_failure(error, kernel.name)

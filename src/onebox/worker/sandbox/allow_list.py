@@ -124,7 +124,7 @@ _NOT_EAGER = frozenset(
     {
         "_backward", "backward", "set_data", "retain_grad", "requires_grad_", "_copy_from", "_copy_from_and_resize",
         "_no_grad_embedding_renorm_", "data", "is_leaf", "output_nr", "_version", "retains_grad", "_fw_primal",
-        "_make_dual", "_unpack_dual", "_has_same_storage_numel", "_assert_async", "_functional_assert_async",
+        "_make_dual", "_unpack_dual", "_has_same_storage_numel",
     }
 )  # fmt: skip
 """Operators for PyTorch's own autograd bookkeeping, which clients do not need on workers."""

@@ -22,6 +22,7 @@ from onebox.errors import WireError
 from onebox.wire.program import DType, LayoutArgument, MemoryFormat
 from onebox.wire.tensors import is_dense
 from onebox.worker.sandbox.argument_rules import RULES, Arguments, Rules
+from onebox.worker.sandbox.overlaps import require_apart
 
 Run = Callable[..., Any]
 
@@ -353,6 +354,7 @@ class _Into:
         self._operator = operator
         self._run = run
         arguments = operator._schema.arguments
+        self._arguments = [one.name for one in arguments]
         self._places = {place: one.name for place, one in enumerate(arguments) if one.is_out}
         self._names = frozenset(self._places.values())
 
@@ -363,15 +365,18 @@ class _Into:
         if len(set(map(id, outs))) < len(outs):
             raise WireError(f"{self._operator}: a tensor is two results at once; allowed: one for each")
         before = [tensor.untyped_storage().nbytes() for tensor in outs]
-        read = _tensors([one for place, one in enumerate(args) if place not in self._places])
-        read += _tensors([value for name, value in kwargs.items() if name not in self._names])
-        memory = {tensor.untyped_storage()._cdata for tensor in read}
-        instead: dict[int, Tensor] = {}
+        named = {**dict(zip(self._arguments, args, strict=False)), **kwargs}
+        read = {name: _tensors(value) for name, value in named.items() if name not in self._names}
+        memory = {tensor.untyped_storage()._cdata for tensors in read.values() for tensor in tensors}
+        odd: list[Tensor] = []
         for out in outs:
             storage = out.untyped_storage()._cdata
             if not _in_order(out) or storage in memory:
-                instead[id(out)] = out.clone(memory_format=torch.contiguous_format)
+                odd.append(out)
             memory.add(storage)
+        if odd:
+            require_apart(self._operator, odd, read)
+        instead = {id(out): out.clone(memory_format=torch.contiguous_format) for out in odd}
 
         def swapped(value: Any) -> Any:
             if isinstance(value, list | tuple):

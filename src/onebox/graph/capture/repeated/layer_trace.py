@@ -14,6 +14,7 @@ from torch._functorch._aot_autograd.descriptors import GradAOTOutput, PlainAOTIn
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 
 from onebox.graph.capture.repeated.layer_operator import BACKWARD, FORWARD, Unrepeatable
+from onebox.graph.capture.traced_calls import fails_in_backward
 
 LayerNames = Mapping[str, str]
 """Paths of modules of one call for those of another."""
@@ -27,7 +28,10 @@ class _Called(nn.Module):
         self._function = function
 
     def forward(self, *given: Tensor) -> tuple[Tensor, ...]:
-        return self._function(*given)
+        made = self._function(*given)
+        if fails_in_backward(made):
+            raise Unrepeatable("a result whose backward fails")
+        return made
 
 
 @dataclass(frozen=True, kw_only=True)
