@@ -107,7 +107,9 @@ def drop_void_gradients(queues: Sequence[CommandQueue]) -> None:
                 found[gradient._handle.queue].append(each)
     for queue, leaves in found.items():
         if leaves:
-            with contextlib.suppress(OneboxError):  # the failure that is about to be raised comes first
+            with contextlib.suppress(
+                OneboxError, torch.OutOfMemoryError
+            ):  # the failure that is about to be raised comes first
                 filled = queue.filled([leaf.grad._handle.number for leaf in leaves])
                 for leaf in leaves:
                     if leaf.grad._handle.number not in filled:

@@ -38,7 +38,7 @@ class DeviceContext:
         self.pool = pool
         self.owner = os.getpid()
         self.transfers = threading.RLock()
-        self.errors = ScriptErrors(lambda: called, self._tidy)
+        self.errors = ScriptErrors(lambda: called, lambda: _send_recorded(self), self._tidy)
         self.queues = tuple(CommandQueue(pool, worker, idle.ring, self.errors) for worker in range(len(pool)))
         for queue in self.queues:
             queue.channel.others = [each.channel for each in self.queues]

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from onebox.errors import DeviceMemoryError, OneboxError, OperatorError, PeerLost
+from onebox.errors import DeviceMemoryError, OneboxError, OperatorError, PeerLost, WireError
 from onebox.pool import Pool, WorkerReply
 from onebox.pool.errors import CAUSE_S
 from onebox.sizes import enough_text
@@ -57,6 +57,7 @@ class ScriptErrors:
 
     Args:
         called: Returns the name of the device type in the script.
+        send: Called before a failure counts as told: sends what has been recorded until then on all devices.
         tidy: Called with the devices of a failure of an operator, before it is raised.
 
     Attributes:
@@ -65,11 +66,15 @@ class ScriptErrors:
     """
 
     def __init__(
-        self, called: Callable[[], str] = lambda: "vgpu", tidy: Callable[[set[int]], object] = lambda _: None
+        self,
+        called: Callable[[], str] = lambda: "vgpu",
+        send: Callable[[], object] = lambda: None,
+        tidy: Callable[[set[int]], object] = lambda _: None,
     ) -> None:
         self.count = 0
         self.last: OperatorError | None = None
         self._called = called
+        self.send = send
         self.tidy = tidy
 
     def out_of_memory(self, error: DeviceMemoryError) -> torch.OutOfMemoryError:
@@ -322,22 +327,29 @@ class RequestChannel:
 
         Where another device's data was missing, that is the failure there, of which the script is told, too.
         """
-        error: BaseException = failed.error
+        error, told = failed.error, [(self, failed)]
         if isinstance(error, PeerLost):
-            told = self._errors.last if self._in_flight.is_consequence(failed) else None
-            error = copy.copy(told) or _first_failure(self.others) or error
-        with self.lock:
-            self._in_flight.mark_told(failed.number)
+            if self._in_flight.is_consequence(failed):
+                error = copy.copy(self._errors.last) or error
+            elif (cause := _first_failure(self.others)) is not None:
+                told.append(cause)
+                error = cause[1].error
+        self._errors.send()
+        for channel, one in told:
+            with channel.lock:
+                channel._in_flight.mark_told(one.number)
         self._errors.count += 1
         if isinstance(error, OperatorError):
             self._errors.last = copy.copy(error)  # without its traceback, which refers to the script's tensors
-            self._errors.tidy({self._worker, error.worker} - {None})  # type: ignore[arg-type]
+        if isinstance(error, OperatorError | PeerLost | WireError):
+            self._errors.tidy({channel._worker for channel, _ in told})
         try:
             if isinstance(error, DeviceMemoryError):
                 return self._errors.out_of_memory(error)
             return None if error is failed.error else error
         finally:
-            del error, failed
+            told.clear()
+            error = failed = cause = one = None  # type: ignore[assignment]
 
     def lost_peer(self) -> int:
         """Return the number of the last message that has failed because data from another worker did not come; 0 for
@@ -369,10 +381,11 @@ class RequestChannel:
             return False
 
 
-def _first_failure(channels: Iterable[RequestChannel]) -> OperatorError | None:
-    """Return the failure on another device, where this device's error is only that data from there is missing.
+def _first_failure(channels: Iterable[RequestChannel]) -> tuple[RequestChannel, Failed] | None:
+    """Return the failure on another device, with its channel.
 
-    The other device may report it later, up to :data:`~onebox.pool.errors.CAUSE_S`.
+    For an error that is only about data that is missing from there; the other device may report it later, up to
+    :data:`~onebox.pool.errors.CAUSE_S`.
 
     Args:
         channels: The channels of all devices.
@@ -385,7 +398,6 @@ def _first_failure(channels: Iterable[RequestChannel]) -> OperatorError | None:
                 busy = busy or channel._in_flight.busy()
                 found = channel._in_flight.failed()
                 if found is not None and isinstance(found.error, OperatorError):
-                    channel._in_flight.mark_told(found.number)
-                    return found.error
+                    return channel, found
         time.sleep(_LOOK_S if busy else 0)
     return None
