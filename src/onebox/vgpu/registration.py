@@ -11,6 +11,7 @@ import functools
 import signal
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -119,7 +120,39 @@ def _let_optimizers_group(patches: Patches) -> None:
 
 def _flush_after_steps(patches: Patches) -> None:
     """Flush each step's operators: equal boundaries in each step give equal batches."""
+    patches.on_removal(torch_optimizer.register_optimizer_step_pre_hook(_before_step).remove)
     patches.on_removal(torch_optimizer.register_optimizer_step_post_hook(_after_step).remove)
+
+
+_begun: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+"""The optimizers that have made a step."""
+
+
+def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Wait for the devices before the first step of an optimizer, and before one that follows operators on new shapes.
+
+    An optimizer creates its state in the first step: after a failure that the script has not been told of, it would be
+    void for good. And memory runs out with new shapes: the script is told before the state of the optimizer changes.
+    """
+    if optimizer in _begun and not any(queue.has_learned for queue in context.open_queues()):
+        return
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for queue in {one._handle.queue: None for one in parameters if isinstance(one, VirtualTensor)}:
+        if queue.has_learned or not optimizer.state:
+            queue.synchronize()
+    _begun.add(optimizer)
+
+
+def _scaling(original: Callable[[Any, torch.device], None]) -> Callable[[Any, torch.device], None]:
+    """Wrap the function in which a ``GradScaler`` creates its state, likewise."""
+
+    @functools.wraps(original)
+    def begin(self: Any, device: torch.device) -> None:
+        if device.type == "vgpu":
+            context.queue_of(device).synchronize()
+        original(self, device)
+
+    return begin
 
 
 def _after_step(*_: Any) -> None:
@@ -164,6 +197,7 @@ PATCHES = Patches(
         ),
         # autograd, and transformations of functions: make_fx ignores operators on unknown classes of tensors
         Patch(torch.autograd.graph, "_engine_run_backward", _backward, also=(torch.autograd,)),
+        lambda patches: patches.append(context.after_failures, backward.drop_void_gradients),
         Patch(proxy_tensor, "HANDLED_TYPES", lambda kinds: (*kinds, VirtualTensor)),
         # modules
         Patch(torch.__future__, "get_swap_module_params_on_conversion", module_conversion.swapping),
@@ -174,6 +208,7 @@ PATCHES = Patches(
         # optimizers
         _let_optimizers_group,
         _flush_after_steps,
+        Patch(torch.amp.GradScaler, "_lazy_init_scale_growth_tracker", _scaling),
         Patch(foreach_utils, "_get_foreach_kernels_supported_devices", _with_vgpu, also=(torch_optimizer,)),
         # files
         serialization.add_to_pickle,

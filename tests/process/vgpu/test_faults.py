@@ -274,15 +274,16 @@ def test_an_index_out_of_range_is_told_where_it_is_read(lasting: onebox.Pool) ->
     other = torch.ones(3, device="vgpu:0")
     bad = table(torch.tensor([1, 9], device="vgpu:0"))
     worse = (bad * 2).sum()
-    fine = other + 1
-    assert fine.tolist() == [2, 2, 2], "what does not depend on it goes on"
-    for void in (bad, worse):
+    later = other + 1
+    other.add_(1)
+    for read in (other, bad, worse, later):  # the first of them is told, and those that are void
         with pytest.raises(OperatorError, match=r"aten\.embedding\.default failed .*index out of range") as caught:
-            void.tolist()
+            read.tolist()
         assert caught.value.operator == "aten.embedding.default"
         assert (caught.value.worker, caught.value.device) == (0, "cpu")
         assert any("before this line" in note for note in caught.value.__notes__)
-    assert fine.tolist() == [2, 2, 2]
+    assert other.tolist() == [1, 1, 1]
+    assert (other + 1).tolist() == [2, 2, 2]
     assert table(torch.tensor([1], device="vgpu:0")).shape == (1, 3)
     assert table.weight.isfinite().all()
 
@@ -306,14 +307,16 @@ def test_steps_after_one_that_failed(lasting: onebox.Pool) -> None:
         torch.testing.assert_close(gradient(remote, good.to("vgpu:0")).cpu(), gradient(model, good), rtol=0, atol=1e-14)
 
 
-def test_what_fails_in_place_voids_its_target_only(lasting: onebox.Pool) -> None:
+def test_what_fails_in_place_is_as_the_operator_left_it(lasting: onebox.Pool) -> None:
     x, y = torch.zeros(4, device="vgpu:0"), torch.ones(2, device="vgpu:0")
     x.index_add_(0, torch.tensor([1, 7], device="vgpu:0"), y)
     with pytest.raises(OperatorError, match="index_add_"):
         x.tolist()
     assert y.tolist() == [1, 1]
-    x = torch.zeros(4, device="vgpu:0")
-    assert x.tolist() == [0] * 4
+    plain = torch.zeros(4)
+    with pytest.raises(IndexError):
+        plain.index_add_(0, torch.tensor([1, 7]), torch.ones(2))
+    assert x.tolist() == plain.tolist()
 
 
 def test_a_singular_matrix(lasting: onebox.Pool) -> None:

@@ -81,6 +81,8 @@ class Training:
 )
 def test_a_training_step_that_reads_nothing_waits_for_nothing(step: Callable[[], Training]) -> None:
     training = step()
+    assert waits(training) == 1  # before the optimizer's first step
+    training()
     for _ in range(3):
         assert waits(training) == 0
     assert training().item() > 0
@@ -88,6 +90,7 @@ def test_a_training_step_that_reads_nothing_waits_for_nothing(step: Callable[[],
 
 def test_a_read_is_one_wait() -> None:
     training = Training()
+    training(), training()
     assert waits(lambda: training().item()) == 1
     assert waits(lambda: float(training().detach())) == 1
     assert waits(training.model[0].weight.tolist) == 1

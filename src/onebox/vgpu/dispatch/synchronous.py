@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 import torch
 from torch.autograd.graph import increment_version
 
-from onebox.errors import DeviceMemoryError, OperatorError, WireError
+from onebox.errors import OperatorError, WireError
 from onebox.vgpu.core.metadata import from_wire
 from onebox.vgpu.core.tensor import Handle, VirtualTensor, relay, wrap
 from onebox.vgpu.dispatch.op_cache import describe, versioned_inputs
@@ -123,8 +123,6 @@ def raise_plain(error: OperatorError, func: str) -> NoReturn:
         error: The worker's error.
         func: The operator that was issued, or none.
     """
-    if isinstance(error, DeviceMemoryError):
-        raise torch.OutOfMemoryError(str(error)) from error
     if error.operator not in (func, "perform"):  # an argument is void: another operator failed
         if LATE not in getattr(error, "__notes__", ()):
             error.add_note(LATE)

@@ -120,6 +120,7 @@ def _claim(queue: CommandQueue) -> None:
             raise UsageError(f"{queue.device} is another rank's already: let each rank have devices of its own")
         if not count:
             queue.pool.claim(queue.worker)
+            queue.has_rank = True
         _claims[queue] = own, count + 1
 
 
@@ -129,6 +130,7 @@ def _release(queue: CommandQueue) -> None:
         if count > 1:
             _claims[queue] = thread, count - 1
         elif count:
+            queue.has_rank = False
             with contextlib.suppress(OneboxError):  # nothing to release in a closed pool
                 queue.pool.release(queue.worker)
 

@@ -8,15 +8,20 @@ of the backward pass raises it. (True of torch 2.11 to 2.13; tests/process/vgpu/
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
+import gc
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+from onebox.errors import OneboxError
 from onebox.vgpu import signals
+from onebox.vgpu.core.tensor import VirtualTensor
+from onebox.vgpu.runtime.command_queue import CommandQueue
 
 _KIND = torch._C._autograd.DeviceType.PrivateUse1
 
@@ -84,4 +89,31 @@ def in_calling_thread(engine: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-__all__ = ["VirtualDeviceGuard", "in_calling_thread"]
+def drop_void_gradients(queues: Sequence[CommandQueue]) -> None:
+    """Drop the gradients that are void because of a failure, as it would have prevented the backward pass.
+
+    They are searched for among all objects of the process: an error is rare, and where it is raised, nothing else tells
+    the parameters that a backward pass has reached.
+
+    Args:
+        queues: The command queues of the devices.
+    """
+    found: dict[CommandQueue, list[VirtualTensor]] = {queue: [] for queue in queues}
+    for each in gc.get_objects():
+        # by type(): the attribute __class__ of others' objects may be a property
+        if issubclass(type(each), VirtualTensor) and each.requires_grad and each.is_leaf:
+            gradient = each.grad
+            if isinstance(gradient, VirtualTensor) and gradient._handle.queue in found:
+                found[gradient._handle.queue].append(each)
+    for queue, leaves in found.items():
+        if leaves:
+            with contextlib.suppress(
+                OneboxError, torch.OutOfMemoryError
+            ):  # the failure that is about to be raised comes first
+                filled = queue.filled([leaf.grad._handle.number for leaf in leaves])
+                for leaf in leaves:
+                    if leaf.grad._handle.number not in filled:
+                        leaf.grad = None
+
+
+__all__ = ["VirtualDeviceGuard", "drop_void_gradients", "in_calling_thread"]

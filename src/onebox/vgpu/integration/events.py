@@ -109,7 +109,11 @@ class VirtualEvent:
 
     def synchronize(self) -> None:
         """Wait until the device has reached the mark."""
-        if self._queue is not None and not self._queue.channel.reached(self._mark):
+        if self._queue is None:
+            return
+        if self._queue.channel.reached(self._mark):
+            self._queue.channel.raise_failed()
+        else:
             self._queue.synchronize()
 
     def wait(self, stream: VirtualStream | None = None) -> None:

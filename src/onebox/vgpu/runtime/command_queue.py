@@ -12,21 +12,20 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from typing import Any, Protocol
 
 import torch
 
 from onebox.errors import OneboxError
 from onebox.pool import Pool, WorkerReply
-from onebox.vgpu.runtime.request_channel import RequestChannel
+from onebox.vgpu.runtime.request_channel import RequestChannel, ScriptErrors, SentMessage
 from onebox.vgpu.runtime.trace_cache import Batcher, Record
 from onebox.vgpu.signals import shielded
 from onebox.wire import FREE, KernelSpec, SlotArgument, TensorSpec
 from onebox.wire.protocol.eager import Perform, SetGenerator
-from onebox.wire.protocol.instructions import Call, Free, Get
+from onebox.wire.protocol.instructions import Ask, Call, Free, Get
 from onebox.wire.protocol.requests import Define, Instruction
-from onebox.wire.protocol.responses import OperatorResult, Tensors
+from onebox.wire.protocol.responses import FilledSlots, OperatorResult, Tensors
 
 CALLS = 64
 """Calls of a batch, whatever it frees: few enough that a worker starts early, many enough that a message is cheap."""
@@ -92,9 +91,10 @@ class CommandQueue:
         pool: The pool.
         worker: The number of the device in it.
         ring: Called when a batch begins, so that it is flushed when idle.
+        errors: The failures that the script has been told of.
     """
 
-    def __init__(self, pool: Pool, worker: int, ring: Any) -> None:
+    def __init__(self, pool: Pool, worker: int, ring: Any, errors: ScriptErrors | None = None) -> None:
         self.pool = pool
         self.worker = worker
         self.device = torch.device("vgpu", worker)
@@ -104,10 +104,14 @@ class CommandQueue:
         self.unwaited: deque[Callable[[], None]] = deque()  # writes of collectives whose works were collected
         self._writes = threading.RLock()  # taken before all other locks, and held while they are run
         self._writing = False
-        self.channel = RequestChannel(pool, worker)
+        self.channel = RequestChannel(pool, worker, errors or ScriptErrors())
         self.lock = self.channel.lock
         self.records = 0
         self.synchronous = False
+        self.has_learned = False
+        """True if an operator has been of a new kind, or on new shapes, since the last :meth:`synchronize`."""
+        self.has_rank = False
+        """True if the device is a rank's, which may wait for other ranks."""
         self.seed = FIRST_SEED
         self._ring = ring
         self._next = self._begin = FIRST + pool.first_number - 1
@@ -293,8 +297,8 @@ class CommandQueue:
             self.channel.pace()
         return None
 
-    def _send(self, last: Sequence[Instruction], frames: Sequence[Any], *, awaited: bool) -> Future[WorkerReply] | None:
-        """Send the recorded calls and, after them, some instructions; return the future of the reply.
+    def _send(self, last: Sequence[Instruction], frames: Sequence[Any], *, awaited: bool) -> SentMessage | None:
+        """Send the recorded calls and, after them, some instructions; return the message.
 
         A query is a message of its own, so that failures of the other calls are not its reply.
 
@@ -362,6 +366,17 @@ class CommandQueue:
         (tensors,) = (result for result in answer.results if isinstance(result, Tensors))
         return tensors.specs[0], answer.frames[0]
 
+    @shielded
+    def filled(self, numbers: Sequence[int]) -> set[int]:
+        """Return the buffers that are not void.
+
+        Raises:
+            OneboxError: The worker is gone.
+        """
+        answer = self.flush([Ask("filled", tuple(numbers))], wait=True)
+        assert answer is not None
+        return {number for result in answer.results if isinstance(result, FilledSlots) for number in result.filled}
+
     @property
     def unused(self) -> bool:
         """True if other processes may use the device, and this one has not."""
@@ -385,9 +400,14 @@ class CommandQueue:
         """
         with self.lock:
             unused = self.unused and not self._calls and not self._first
+            learned, self.has_learned = self.has_learned, False
         if not unused:
-            self.flush(wait=True)
-            self.channel.raise_failed()
+            try:
+                self.flush(wait=True)
+                self.channel.raise_failed()
+            except BaseException:
+                self.has_learned = learned
+                raise
 
     def idle(self) -> bool:
         """Return whether the worker has executed everything recorded; sends what has not been sent."""
@@ -404,6 +424,7 @@ class CommandQueue:
             if len(self.cached_ops) >= CACHED_OPS:
                 self._forget()
             self.cached_ops[key] = op
+            self.has_learned = True
 
     def _forget(self) -> None:
         """Clear the cached ops, here and on the worker."""

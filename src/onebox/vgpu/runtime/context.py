@@ -8,6 +8,7 @@ import os
 import threading
 import time
 import weakref
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -17,6 +18,7 @@ from onebox.pool.sharing import AttachedPool, parent_address
 from onebox.portable import after_fork_in_child
 from onebox.vgpu.runtime.command_queue import Buffer, CommandQueue, IdleFlusher
 from onebox.vgpu.runtime.current_device import patches_for
+from onebox.vgpu.runtime.request_channel import ScriptErrors
 
 Device = torch.device | str | int | None
 """A device in any form that PyTorch accepts."""
@@ -36,11 +38,12 @@ class DeviceContext:
         self.pool = pool
         self.owner = os.getpid()
         self.transfers = threading.RLock()
-        self.queues = tuple(CommandQueue(pool, worker, idle.ring) for worker in range(len(pool)))
+        self.errors = ScriptErrors(lambda: called, lambda: _send_recorded(self), self._tidy)
+        self.queues = tuple(CommandQueue(pool, worker, idle.ring, self.errors) for worker in range(len(pool)))
         for queue in self.queues:
             queue.channel.others = [each.channel for each in self.queues]
         self._group = 0
-        self._seen_lost = [0] * len(self.queues)
+        self._seen_failures = self._failures()
         self.received: weakref.WeakSet[Buffer] = weakref.WeakSet()
         """The buffers that were received in the group of all devices."""
         if torch.get_default_dtype() is not torch.float32:
@@ -60,11 +63,12 @@ class DeviceContext:
         """
         everybody = range(len(self.pool))
         with self.transfers:
-            if self._group and (self._peers_lost() != self._seen_lost or not self.pool.is_whole(self._group)):
-                # The failure of a worker that waited for another one may be known before the notice of the one that has
-                # left, and may as well be about an earlier group. When all have executed everything, it is known.
+            if self._group and (self._failures() != self._seen_failures or not self.pool.is_whole(self._group)):
+                # A failure may be known before the notice of the worker that has left for it, and a worker that skips
+                # what precedes the script's knowledge of it may leave later. When all have executed everything, it is
+                # known.
                 self._settle()
-                self._seen_lost = self._peers_lost()
+                self._seen_failures = self._failures()
                 if not self.pool.is_whole(self._group):
                     self.pool.leave_group(self._group, everybody)
                     self._group = 0
@@ -74,8 +78,19 @@ class DeviceContext:
                     queue.channel.waits += 1
             return self._group
 
-    def _peers_lost(self) -> list[int]:
-        return [queue.channel.lost_peer() for queue in self.queues]
+    def _tidy(self, workers: set[int]) -> None:
+        """Call :data:`after_failures` with the queues of the devices that a failure has stopped.
+
+        Others are waited for only if they are in no group of ranks: they could wait there for what this thread does
+        next.
+        """
+        queues = [queue for queue in self.queues if queue.worker in workers or not queue.has_rank]
+        for call in after_failures:
+            call(queues)
+
+    def _failures(self) -> list[int]:
+        """Return numbers that change with each failure of which the script is told, or for which a peer was lost."""
+        return [self.errors.count, *(queue.channel.lost_peer() for queue in self.queues)]
 
     def _settle(self) -> None:
         """Wait until all workers have executed everything, at most :data:`SETTLE_S`.
@@ -103,6 +118,9 @@ def _after_fork() -> None:
 
 
 after_fork_in_child(_after_fork)
+
+after_failures: list[Callable[[Sequence[CommandQueue]], object]] = []
+"""Called before a failure of an operator is raised, with the queues of the devices that may have stopped."""
 
 idle = IdleFlusher()
 atexit.register(idle.end)

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
-from onebox.errors import OneboxError, OperatorError, PeerLost
+import torch
+
+from onebox.errors import DeviceMemoryError, OneboxError, OperatorError, PeerLost, WireError
 from onebox.pool import Pool, WorkerReply
 from onebox.pool.errors import CAUSE_S
+from onebox.sizes import enough_text
 from onebox.vgpu.signals import deliver_signals, interruptible, shielded
+from onebox.wire.protocol.eager import Stream
 from onebox.wire.protocol.requests import Instruction
 
 MESSAGES = 256
@@ -47,6 +52,42 @@ def _settled(future: Future[WorkerReply]) -> bool:
     return True
 
 
+class ScriptErrors:
+    """The failures that a script has been told of, on all devices of a pool.
+
+    Args:
+        called: Returns the name of the device type in the script.
+        send: Called before a failure counts as told: sends what has been recorded until then on all devices.
+        tidy: Called with the devices of a failure of an operator, before it is raised.
+
+    Attributes:
+        count: Their number.
+        last: The latest failure of an operator; ``None`` before the first.
+    """
+
+    def __init__(
+        self,
+        called: Callable[[], str] = lambda: "vgpu",
+        send: Callable[[], object] = lambda: None,
+        tidy: Callable[[set[int]], object] = lambda _: None,
+    ) -> None:
+        self.count = 0
+        self.last: OperatorError | None = None
+        self._called = called
+        self.send = send
+        self.tidy = tidy
+
+    def out_of_memory(self, error: DeviceMemoryError) -> torch.OutOfMemoryError:
+        """Return PyTorch's error for a lack of memory, which begins as that of CUDA does under its name: some libraries
+        decide by these words whether smaller batches would help."""
+        called = self._called()
+        asked = f" Tried to allocate {enough_text(error.asked_bytes)}." if error.asked_bytes else ""
+        name = "CUDA" if called == "cuda" else called
+        made = torch.OutOfMemoryError(f"{name} out of memory.{asked} {error}")
+        made.__cause__ = error
+        return made
+
+
 class SentMessage(NamedTuple):
     """A message to a worker.
 
@@ -55,12 +96,28 @@ class SentMessage(NamedTuple):
         number: How many messages had been sent with it.
         size_bytes: Bytes of its tensors.
         awaited: Whether a caller waits for the reply, and so raises its failure.
+        errors: How many failures the script had been told of when it was sent.
     """
 
     future: Future[WorkerReply]
     number: int
     size_bytes: int
     awaited: bool
+    errors: int = 0
+
+
+class Failed(NamedTuple):
+    """A failed message.
+
+    Args:
+        error: The error.
+        number: Number of the message.
+        errors: How many failures the script had been told of when it was sent.
+    """
+
+    error: BaseException
+    number: int
+    errors: int
 
 
 class InFlight:
@@ -68,13 +125,19 @@ class InFlight:
 
     A worker sends a failure as soon as it occurs and then executes the rest of the message. So the reply to a failed
     message does not show that the message has been executed; the next reply does.
+
+    Args:
+        errors: What the script has been told of.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, errors: ScriptErrors | None = None) -> None:
+        self.told = 0
+        """Number of the latest message with a failure that the script has been told of."""
+        self._errors = errors or ScriptErrors()
         self._messages: deque[SentMessage] = deque()
         self._size_bytes = 0
         self._executed = 0
-        self._failed: BaseException | None = None
+        self._failed: Failed | None = None
         self._lost_peer = 0
 
     def add(self, message: SentMessage) -> None:
@@ -104,15 +167,31 @@ class InFlight:
             return self._messages[0].future
         return None
 
-    def failed(self) -> BaseException | None:
-        """Return the error of the first failed message that has not been reported."""
+    def failed(self) -> Failed | None:
+        """Return the first failure that the script has not been told of."""
         self._look()
+        if self._failed is not None and self.is_told(self._failed):
+            self._failed = None
         return self._failed
 
-    def mark_reported(self) -> None:
-        """Mark all failures so far as reported."""
+    def mark_told(self, number: int) -> None:
+        """Note that the script has been told of the failures of the messages up to one."""
+        self.told = max(self.told, number)
+        if self._failed is not None and self.is_told(self._failed):
+            self._failed = None
+
+    def is_told(self, failed: Failed) -> bool:
+        """Return whether the script has been told of a failure, or of the one on another device that caused it."""
+        return failed.number <= self.told or self.is_consequence(failed)
+
+    def is_consequence(self, failed: Failed) -> bool:
+        """Return whether a message lacked data of another device, and the script has been told of a failure since."""
+        return isinstance(failed.error, PeerLost) and failed.errors < self._errors.count
+
+    def before(self, number: int) -> list[Future[WorkerReply]]:
+        """Return the futures of the messages without a reply that were sent before one."""
         self._look()
-        self._failed = None
+        return [message.future for message in self._messages if message.number < number]
 
     def lost_peer(self) -> int:
         """Return the number of the last message that has failed because data from another worker did not come; 0 for
@@ -135,16 +214,22 @@ class InFlight:
             self._executed = message.number - (error is not None)
             if error is not None:
                 self._note_peer(message)
-                if not message.awaited:
-                    self._failed = self._failed or error
+                failed = Failed(error, message.number, message.errors)
+                known = self._failed is not None and not self.is_told(self._failed)
+                if not (message.awaited or known or self.is_told(failed)):
+                    self._failed = failed
 
 
 class RequestChannel:
     """The messages to one worker, with their number, those in flight, and their failures.
 
+    They are a stream: after a failure the worker skips what follows, up to the first message that was sent after the
+    script had been told.
+
     Args:
         pool: The pool.
         worker: The number of the device in it.
+        errors: What the script has been told of, on all devices of the pool.
 
     Attributes:
         lock: Held while sending.
@@ -153,53 +238,54 @@ class RequestChannel:
         others: The channels of all devices of the pool; set by the creator of the devices.
     """
 
-    def __init__(self, pool: Pool, worker: int) -> None:
+    def __init__(self, pool: Pool, worker: int, errors: ScriptErrors) -> None:
         self.lock = threading.RLock()
         self.waits = 0
         self.messages = 0
         self.others: Sequence[RequestChannel] = ()
         self._pool = pool
         self._worker = worker
-        self._in_flight = InFlight()
+        self._errors = errors
+        self._in_flight = InFlight(errors)
 
-    def message(
-        self, instructions: Sequence[Instruction], frames: Sequence[Any], *, awaited: bool
-    ) -> Future[WorkerReply]:
-        """Send a message, with the lock held; return the future of its reply.
+    def message(self, instructions: Sequence[Instruction], frames: Sequence[Any], *, awaited: bool) -> SentMessage:
+        """Send a message, with the lock held.
 
         Args:
             instructions: The instructions.
             frames: Raw elements of their tensors.
             awaited: Whether the caller will wait for the reply.
         """
-        future = self._pool.post(self._worker, instructions, frames, answer=True)
-        self.messages += 1
-        self._in_flight.add(SentMessage(future, self.messages, sum([len(frame) for frame in frames]), awaited))
-        return future
+        number, errors = self.messages + 1, self._errors.count
+        begin = Stream(self._pool.first_number, number, self._in_flight.told, errors)
+        future = self._pool.post(self._worker, [begin, *instructions], frames, answer=True)
+        self.messages = number
+        sent = SentMessage(future, number, sum([len(frame) for frame in frames]), awaited, errors)
+        self._in_flight.add(sent)
+        return sent
 
-    def answer(self, future: Future[WorkerReply] | None) -> WorkerReply:
+    def answer(self, sent: SentMessage | None) -> WorkerReply:
         """Wait for a reply.
 
         An error references the frames that it has passed, so none of them may reference the error, or the future that
         holds it: the tensors of all frames above would stay until the garbage collector runs.
 
         Raises:
-            OneboxError: The instructions failed; or the worker or the pool is gone.
+            OneboxError: The instructions failed, or some before them in the stream; or the worker or the pool is gone.
+            torch.OutOfMemoryError: Likewise, for lack of memory.
         """
-        assert future is not None
+        assert sent is not None
         self.waits += 1
         try:
-            _wait(future)
-            return future.result()
+            _wait(sent.future)
+            return sent.future.result()
         except OneboxError as error:
-            cause = _first_failure(self.others) if isinstance(error, PeerLost) else None
-            with self.lock:
-                self._in_flight.mark_reported()  # this failure is the cause of earlier ones, or hidden by them
+            cause = self._tell(Failed(error, sent.number, sent.errors))
             if cause is not None:
-                raise cause.with_traceback(None) from None
+                raise cause.with_traceback(None) from cause.__cause__
             raise
         finally:
-            future = cause = None
+            sent = cause = None
 
     def pace(self) -> None:
         """Wait where the worker is too far behind; failures there are raised by reads of its results.
@@ -215,19 +301,55 @@ class RequestChannel:
             _wait(oldest)
 
     def raise_failed(self) -> None:
-        """Raise the first failure since the last wait that has not been reported.
+        """Raise the failure that has stopped the stream, unless the script has been told.
 
         Raises:
             OneboxError: There is one.
+            torch.OutOfMemoryError: Likewise, a lack of memory.
         """
         with self.lock:
             failed = self._in_flight.failed()
-            self._in_flight.mark_reported()
+            held = [] if failed is not None else self._in_flight.before(self.messages)
         try:
+            if held:  # the worker has replied; an error about another worker is held back until its cause is known
+                for future in held:
+                    _wait(future)
+                with self.lock:
+                    failed = self._in_flight.failed()
             if failed is not None:
-                raise failed
+                raise self._tell(failed) or failed.error
         finally:
-            del failed
+            held.clear()
+            failed = future = None  # type: ignore[assignment]
+
+    def _tell(self, failed: Failed) -> BaseException | None:
+        """Note that the script is told of a failure; return what is raised in its place, if anything.
+
+        Where another device's data was missing, that is the failure there, of which the script is told, too.
+        """
+        error, told = failed.error, [(self, failed)]
+        if isinstance(error, PeerLost):
+            if self._in_flight.is_consequence(failed):
+                error = copy.copy(self._errors.last) or error
+            elif (cause := _first_failure(self.others)) is not None:
+                told.append(cause)
+                error = cause[1].error
+        self._errors.send()
+        for channel, one in told:
+            with channel.lock:
+                channel._in_flight.mark_told(one.number)
+        self._errors.count += 1
+        if isinstance(error, OperatorError):
+            self._errors.last = copy.copy(error)  # without its traceback, which refers to the script's tensors
+        if isinstance(error, OperatorError | PeerLost | WireError):
+            self._errors.tidy({channel._worker for channel, _ in told})
+        try:
+            if isinstance(error, DeviceMemoryError):
+                return self._errors.out_of_memory(error)
+            return None if error is failed.error else error
+        finally:
+            told.clear()
+            error = failed = cause = one = None  # type: ignore[assignment]
 
     def lost_peer(self) -> int:
         """Return the number of the last message that has failed because data from another worker did not come; 0 for
@@ -235,15 +357,15 @@ class RequestChannel:
         with self.lock:
             return self._in_flight.lost_peer()
 
-    def probe(self) -> Future[WorkerReply]:
+    def probe(self) -> SentMessage:
         """Send an empty message, to whose reply the worker has executed everything before."""
         with self.lock:
             return self.message((), (), awaited=True)
 
-    def settle(self, probe: Future[WorkerReply], end_s: float) -> None:
+    def settle(self, probe: SentMessage, end_s: float) -> None:
         """Wait for the reply to a probe, at most until a time."""
         self.waits += 1
-        _wait(probe, end_s)
+        _wait(probe.future, end_s)
 
     def reached(self, mark: int) -> bool:
         """Return whether the worker has executed everything up to a message.
@@ -259,10 +381,11 @@ class RequestChannel:
             return False
 
 
-def _first_failure(channels: Iterable[RequestChannel]) -> OperatorError | None:
-    """Return the failure on another device, where this device's error is only that data from there is missing.
+def _first_failure(channels: Iterable[RequestChannel]) -> tuple[RequestChannel, Failed] | None:
+    """Return the failure on another device, with its channel.
 
-    The other device may report it later, up to :data:`~onebox.pool.errors.CAUSE_S`.
+    For an error that is only about data that is missing from there; the other device may report it later, up to
+    :data:`~onebox.pool.errors.CAUSE_S`.
 
     Args:
         channels: The channels of all devices.
@@ -274,8 +397,7 @@ def _first_failure(channels: Iterable[RequestChannel]) -> OperatorError | None:
             with channel.lock:
                 busy = busy or channel._in_flight.busy()
                 found = channel._in_flight.failed()
-                if isinstance(found, OperatorError):
-                    channel._in_flight.mark_reported()
-                    return found
+                if found is not None and isinstance(found.error, OperatorError):
+                    return channel, found
         time.sleep(_LOOK_S if busy else 0)
     return None

@@ -201,5 +201,26 @@ class KeepGenerator(WireStruct, frozen=True, tag="keep"):
     buffer: int
 
 
+class Stream(WireStruct, frozen=True, tag="stream"):
+    """Make the rest of the message part of a script's stream.
+
+    After a failure in it, later instructions of the stream have no effect, until the script has been told: what they
+    would have made is void, and what exists stays as it is.
+
+    Args:
+        number: The stream's number, one for each process that uses the worker.
+        message: The number of this message in the stream, ascending.
+        told: The latest message of the stream with a failure that the script had been told of when this one was sent.
+            The stream goes on if it was stopped in that message or an earlier one.
+        errors: Number of failures on any device that the script had been told of. A stream that lacks the data of
+            another device goes on with a higher number.
+    """
+
+    number: int
+    message: int
+    told: int = 0
+    errors: int = 0
+
+
 EagerWork = Operate | Replay | Perform | SetGenerator | KeepGenerator | DefaultType
 """Instructions outside of routines: those of scripts, operator by operator."""

@@ -249,11 +249,11 @@ class Ask(Message, frozen=True, tag="ask"):
     Args:
         about: ``scalars``: the values of one-element buffers; ``digest``: one hash over all bytes of the buffers;
             ``memory``: bytes used, peak and quota; ``peak``: the same, and the peak is reset; ``optimizer``: its state,
-            elements in frames; ``slots``: the filled ones among some slots.
+            elements in frames; ``slots``: the filled ones among some slots; ``filled``: the buffers that are not void.
         buffers: The buffers or slots; for ``optimizer`` its number.
     """
 
-    about: Literal["scalars", "digest", "memory", "peak", "optimizer", "slots"]
+    about: Literal["scalars", "digest", "memory", "peak", "optimizer", "slots", "filled"]
     buffers: tuple[int, ...] = ()
 
 

@@ -10,12 +10,12 @@ from __future__ import annotations
 from typing import Literal
 
 from onebox.wire.program import Message, Program, TensorSpec
-from onebox.wire.protocol.eager import BlockSpec, EagerWork, GeneratorSpec, KernelSpec, Strided
+from onebox.wire.protocol.eager import BlockSpec, EagerWork, GeneratorSpec, KernelSpec, Stream, Strided
 from onebox.wire.protocol.groups import FormGroup, LeaveGroup, Reduced, Rendezvous, Retime, TicketCancelled
 from onebox.wire.protocol.instructions import GroupDelays, Options, Step
 from onebox.wire.protocol.snapshots import SlotInstruction, StateEntry
 
-PROTOCOL = 17
+PROTOCOL = 18
 """Version of everything in this file, in ``steps.py``, ``program.py`` and ``state.py``; both sides must agree."""
 
 
@@ -164,6 +164,7 @@ Instruction = (
     | Put
     | Run
     | EagerWork
+    | Stream
     | SlotInstruction
     | FormGroup
     | LeaveGroup

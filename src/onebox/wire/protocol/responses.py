@@ -174,10 +174,10 @@ class SnapshotContents(Message, frozen=True, tag="kept"):
 
 
 class FilledSlots(Message, frozen=True, tag="slots"):
-    """Reply to ``Ask("slots")``.
+    """Reply to ``Ask("slots")`` and ``Ask("filled")``.
 
     Args:
-        filled: Filled slots.
+        filled: Filled slots, or buffers that are not void.
         failure: Reason that others cannot be filled; empty for none.
     """
 

@@ -13,6 +13,7 @@ from onebox.errors import WireError
 from onebox.wire import DTYPES, FREE, BlockSpec, Complex, GeneratorSpec, KernelSpec, Strided, TensorSpec, spec_of
 from onebox.wire.protocol.eager import DefaultType, EagerWork, KeepGenerator, Operate, Perform, Replay, SetGenerator
 from onebox.wire.protocol.responses import OperatorResult, Result, WorkerFailure
+from onebox.worker.comm.api import RankLost
 from onebox.worker.device import ComputeDevice
 from onebox.worker.emulated import NoValues
 from onebox.worker.execution.errors import describe_failure, require_device
@@ -62,7 +63,7 @@ class EagerExecutor:
         store: The buffers.
         definitions: Kernels, blocks and generators by number.
         progress: Incremented for each operator.
-        report: Called with each failure.
+        fail: Called with each failure; ``new`` is false for a use of a void buffer.
     """
 
     def __init__(
@@ -71,13 +72,13 @@ class EagerExecutor:
         store: BufferStore,
         definitions: dict[int, Any],
         progress: WorkerProgress,
-        report: Callable[[WorkerFailure], None],
+        fail: Callable[..., None],
     ) -> None:
         self._device = device
         self._store = store
         self._definitions = definitions
         self._progress = progress
-        self._report = report
+        self._fail = fail
 
     def define(
         self, number: int, what: KernelSpec | BlockSpec | GeneratorSpec
@@ -142,15 +143,25 @@ class EagerExecutor:
 
     # ---- calls
 
-    def operate(self, calls: Sequence[int], floats: Sequence[float]) -> bool:
-        """Run operators in sequence; return whether all of them succeeded.
+    def operate(
+        self, calls: Sequence[int], floats: Sequence[float], failure: WorkerFailure | None = None
+    ) -> WorkerFailure | None:
+        """Run operators in sequence, up to one that fails.
+
+        Args:
+            calls: The calls.
+            floats: Their numbers.
+            failure: The failure for which all of them are skipped, if any.
+
+        Returns:
+            The failure for which some of them were skipped.
 
         Raises:
             WireError: The calls are invalid.
         """
         definitions, forget = self._definitions, self._store.forget
         at = drawn = 0
-        end, whole = len(calls), True
+        end = len(calls)
         while at < end:
             number = calls[at]
             if number == FREE and at + 1 < end:
@@ -164,49 +175,89 @@ class EagerExecutor:
             stop, last = middle + kernel.outputs, drawn + kernel.floats
             if stop > end or last > len(floats):
                 raise WireError(f"a call of {kernel.name} is cut short")
-            if isinstance(kernel, VoidKernel):
-                self._void(kernel, calls[at + 1 : middle], calls[middle:stop], kernel.failure)
-                whole = False
-            elif not self._call(kernel, calls[at + 1 : middle], calls[middle:stop], floats[drawn:last]):
-                whole = False
+            inputs, outputs = calls[at + 1 : middle], calls[middle:stop]
+            if failure is not None:
+                self._skip_call(kernel, inputs, outputs, floats[drawn:last], failure)
+            elif isinstance(kernel, VoidKernel):
+                failure = kernel.failure
+                self._fail(failure, new=False)
+                self._store.void(outputs, failure)
+            else:
+                failure = self._call(kernel, inputs, outputs, floats[drawn:last])
             at, drawn = stop, last
         if drawn != len(floats):
             raise WireError(f"{len(floats)} numbers came for calls that take {drawn}")
-        return whole
+        return failure
 
     def _call(
         self, kernel: CompiledKernel, inputs: Sequence[int], outputs: Sequence[int], floats: Sequence[float]
-    ) -> bool:
-        """Run one operator; return whether it succeeded."""
+    ) -> WorkerFailure | None:
+        """Run one operator; where it fails, void its outputs and return the failure."""
         progress, store = self._progress, self._store
         progress.executed += 1
         progress.doing = kernel.name
         values: list[Any] = []
+        sizes: list[tuple[int, int]] = []
         try:
             values += store.many(inputs)
+            if kernel.resizes:
+                sizes = [(inputs[index], values[index].untyped_storage().nbytes()) for index in kernel.resizes]
             if floats:
                 values += floats
             if kernel.constants:
                 values += kernel.constants
+            if kernel.new_bytes:  # it also writes to arguments, which a lack of memory must precede
+                store.reserve(kernel.new_bytes)
             result = kernel.run(*kernel.pick(values))
             if outputs:
                 for number, tensor in zip(outputs, kernel.kept(result), strict=True):
                     store.put(number, tensor)
             if kernel.resizes:
                 self._recount(kernel, inputs)
-            return True
+            return None
         except Poisoned as error:
-            self._void(kernel, inputs, outputs, error.failure)
+            failure = error.failure
+            if not kernel.views:
+                self._fail(failure, new=False)
         except Exception as error:
-            self._void(kernel, inputs, outputs, self._explain(error, kernel, values))
-        return False
+            self._shrink(sizes, error)
+            if kernel.views and isinstance(error, RankLost):  # it reads no elements: who does so is told
+                failure = describe_failure(error, kernel.name)
+            else:
+                failure = self._explain(error, kernel, values)
+                store.void(outputs, failure)
+                return failure
+        store.void(outputs, failure)
+        return None if kernel.views else failure
 
-    def _void(
-        self, kernel: CompiledKernel | VoidKernel, inputs: Sequence[int], outputs: Sequence[int], failure: WorkerFailure
+    def _skip_call(
+        self,
+        kernel: CompiledKernel | VoidKernel,
+        inputs: Sequence[int],
+        outputs: Sequence[int],
+        floats: Sequence[float],
+        failure: WorkerFailure,
     ) -> None:
-        self._store.void(outputs, failure)
-        for index in kernel.writes:
-            self._store.spoil(inputs[index], failure)
+        """Skip one operator and void its outputs.
+
+        A view of a tensor that is not void is made: it has no elements of its own, and the script may keep it.
+        """
+        store = self._store
+        sizes: list[tuple[int, int]] = []
+        if isinstance(kernel, CompiledKernel) and kernel.views:
+            try:
+                values = [*store.many(inputs), *floats, *kernel.constants]
+                sizes = [(inputs[index], values[index].untyped_storage().nbytes()) for index in kernel.resizes]
+                result = kernel.run(*kernel.pick(values))
+                for number, tensor in zip(outputs, kernel.kept(result) if outputs else (), strict=True):
+                    store.put(number, tensor)
+                self._recount(kernel, inputs)
+                return
+            except Exception as error:
+                require_device(self._device, error, kernel.name)
+                self._shrink(sizes, error)
+                store.void([inputs[index] for index in kernel.writes], failure)  # the script sees another shape
+        store.void(outputs, failure)
 
     def _explain(self, error: Exception, kernel: CompiledKernel, arguments: Sequence[Any]) -> WorkerFailure:
         """Report an operator's exception, and return it as a failure; see :func:`require_device`."""
@@ -214,7 +265,7 @@ class EagerExecutor:
             error = self._blamed(error, kernel, arguments)
         require_device(self._device, error, kernel.name)
         failure = describe_failure(error, kernel.name)
-        self._report(failure)
+        self._fail(failure)
         return failure
 
     def _blamed(self, error: Exception, kernel: CompiledKernel, arguments: Sequence[Any]) -> Exception:
@@ -260,6 +311,22 @@ class EagerExecutor:
                 self._recount(kernel, inputs)
             raise self._blamed(error, kernel, tensors) from error
 
+    def _shrink(self, sizes: Sequence[tuple[int, int]], error: Exception) -> None:
+        """Void what was enlarged beyond the quota, and give its storage the former size, for its other views.
+
+        Args:
+            sizes: Buffers, and the bytes that their storages had.
+            error: The reason.
+        """
+        if not isinstance(error, QuotaExceeded):
+            return
+        for number, size_bytes in sizes:
+            storage = self._store.get(number).untyped_storage()
+            if storage.nbytes() > size_bytes:
+                storage.resize_(size_bytes)
+                self._store.recount(number)
+                self._store.void([number], describe_failure(error, "resize_"))
+
     def _recount(self, kernel: CompiledKernel, inputs: Sequence[int]) -> None:
         """Update the memory count of inputs whose storages a kernel may have changed."""
         for index in kernel.resizes:
@@ -274,15 +341,11 @@ class EagerExecutor:
             Poisoned: The block is void.
             WireError: The block does not exist, or has other inputs, outputs or numbers.
         """
-        compiled, store = self._block(replay.block), self._store
+        compiled, store = self._checked_block(replay), self._store
         block, inputs = compiled.block, replay.inputs
-        if (len(inputs), len(replay.outputs), len(replay.floats)) != (block.inputs, len(block.outputs), block.floats):
-            raise WireError(f"block {replay.block} has other inputs, outputs or numbers than its replay")
-        if len(set(inputs)) != len(inputs):
-            raise WireError(f"a replay of block {replay.block} brings a buffer twice")
         if compiled.peak_bytes < 0:
-            whole, peak_bytes = store.peak_of(lambda: self._replay_counted(compiled, replay))
-            compiled.peak_bytes = peak_bytes if whole else -1
+            failure, peak_bytes = store.peak_of(lambda: self._replay_counted(compiled, replay))
+            compiled.peak_bytes = peak_bytes if failure is None else -1
             return
         try:
             store.reserve(compiled.peak_bytes)
@@ -291,32 +354,41 @@ class EagerExecutor:
             self._replay_counted(compiled, replay)  # finds the operator that fails
             return
         registers = compiled.run(
-            tensors,
-            replay.floats,
-            self._progress,
-            lambda slot: store.forget(inputs[slot]),
-            self._explain,
-            store.spoil_storage,
+            tensors, replay.floats, self._progress, lambda slot: store.forget(inputs[slot]), self._explain
         )
         for slot in compiled.resizes:
             store.recount(inputs[slot])
         for number, slot in zip(replay.outputs, block.outputs, strict=True):
             self._keep(number, registers[slot])
 
-    def _replay_counted(self, compiled: CompiledBlock, replay: Replay) -> bool:
-        """Run a block as single calls, whose slots are buffers with negative numbers; return whether all succeeded."""
+    def _checked_block(self, replay: Replay) -> CompiledBlock:
+        compiled, inputs = self._block(replay.block), replay.inputs
+        block = compiled.block
+        if (len(inputs), len(replay.outputs), len(replay.floats)) != (block.inputs, len(block.outputs), block.floats):
+            raise WireError(f"block {replay.block} has other inputs, outputs or numbers than its replay")
+        if len(set(inputs)) != len(inputs):
+            raise WireError(f"a replay of block {replay.block} brings a buffer twice")
+        return compiled
+
+    def _replay_counted(
+        self, compiled: CompiledBlock, replay: Replay, failure: WorkerFailure | None = None
+    ) -> WorkerFailure | None:
+        """Run a block as single calls, whose slots are buffers with negative numbers; see :meth:`operate`."""
         store, given, count = self._store, replay.inputs, len(replay.inputs)
 
         def number(slot: int) -> int:
             return given[slot] if slot < count else -1 - slot
 
-        whole = True
         for slot in compiled.begins:
             store.forget(number(slot))
         for step in compiled.steps:
             numbers = replay.floats[step.floats : step.floats + step.kernel.floats]
+            inputs = [number(slot) for slot in step.slots]
             outputs = [number(slot) for slot in range(step.first, step.stop)]
-            whole = self._call(step.kernel, [number(slot) for slot in step.slots], outputs, numbers) and whole
+            if failure is None:
+                failure = self._call(step.kernel, inputs, outputs, numbers)
+            else:
+                self._skip_call(step.kernel, inputs, outputs, numbers, failure)
             for slot in step.dies:
                 store.forget(number(slot))
         kept = [self._held(number(slot)) for slot in compiled.block.outputs]
@@ -325,7 +397,7 @@ class EagerExecutor:
         for step in compiled.steps:
             for slot in range(step.first, step.stop):
                 store.forget(number(slot))
-        return whole
+        return failure
 
     def _held(self, number: int) -> Any:
         try:
@@ -342,13 +414,16 @@ class EagerExecutor:
     # ---- skipped instructions
 
     def skip(self, instruction: Operate | Replay | Perform, failure: WorkerFailure) -> None:
-        """Void the outputs of an instruction that cannot run, and free the buffers that it would have freed.
-
-        If the client receives an operator's failure at once, its arguments stay valid, as in PyTorch.
-        """
-        store, effects = self._store, self.effects(instruction)
-        for number in effects.written if not isinstance(instruction, Perform) else ():
-            store.spoil(number, failure)
+        """Void the outputs of an instruction that does not run, and free the buffers that it would have freed."""
+        store = self._store
+        with contextlib.suppress(WireError, Poisoned):
+            if isinstance(instruction, Operate):
+                self.operate(instruction.calls, instruction.floats, failure)
+                return
+            if isinstance(instruction, Replay):
+                self._replay_counted(self._checked_block(instruction), instruction, failure)
+                return
+        effects = self.effects(instruction)
         store.void(effects.outputs, failure)
         for number in effects.freed:
             store.forget(number)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import time
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from onebox.errors import WireError
 from onebox.wire import BlockSpec, GeneratorSpec, KernelSpec, TensorSpec, from_frame, rows_of, spec_of, to_frame, unpack
-from onebox.wire.protocol.eager import EagerWork, KeepGenerator, Operate, Perform, Replay
+from onebox.wire.protocol.eager import EagerWork, KeepGenerator, Operate, Perform, Replay, SetGenerator, Stream
 from onebox.wire.protocol.groups import FormGroup, LeaveGroup, Retime
 from onebox.wire.protocol.instructions import (
     Ask,
@@ -43,7 +44,7 @@ from onebox.wire.protocol.requests import (
     SetNumerics,
     StoredProgram,
 )
-from onebox.wire.protocol.responses import Digest, OptimizerState, Tensors, WorkerFailure
+from onebox.wire.protocol.responses import Digest, FilledSlots, OptimizerState, Tensors, WorkerFailure
 from onebox.wire.protocol.snapshots import Fill, Lay, Read, Recall, Remembered, SlotInstruction, Snapshot, Write
 from onebox.worker.accelerator import DeviceFailed
 from onebox.worker.comm.api import ClientChannel, RankLost
@@ -56,6 +57,7 @@ from onebox.worker.execution.errors import describe_failure, require_device
 from onebox.worker.execution.numerics import NumericState
 from onebox.worker.execution.optimizer_steps import OptimizerSteps
 from onebox.worker.execution.pending_reply import Outcome, PendingReply
+from onebox.worker.execution.stream import ScriptStream, ScriptStreams
 from onebox.worker.faults import FaultInjector
 from onebox.worker.memory.buffers import BufferStore, Poisoned, QuotaExceeded
 from onebox.worker.memory.host import HostMemory
@@ -72,6 +74,11 @@ Report = Callable[[WorkerFailure], None]
 
 _ANSWERED = frozenset({Get, Ask, Perform, Snapshot, Read, Lay, Remembered})
 """Instructions with awaited replies; if there can be none, the failure is the reply."""
+
+_STOPPED = frozenset(
+    {Put, Call, Get, Ask, Operate, Replay, Perform, KeepGenerator, SetGenerator, *get_args(Communication)}
+)
+"""Instructions that have no effect in a stream that has stopped."""
 
 _AHEAD = frozenset({Put, Call, Send, Receive, Free, Rename, OptimizerStep, Ask})
 """Instructions that the host executes ahead of an emulated device; before any other the device's work ends."""
@@ -116,7 +123,7 @@ class Executor:
         self._faults = faults
         self._between = between
         self._definitions: dict[int, Any] = {}
-        self._eager = EagerExecutor(device, self.store, self._definitions, self.progress, report)
+        self._eager = EagerExecutor(device, self.store, self._definitions, self.progress, self._fail)
         accelerator = device.accelerator
         self._groups = GroupManager(
             channel, accelerator, self.progress, address=address, network=network, quota_bytes=quota_bytes
@@ -132,6 +139,8 @@ class Executor:
         self._trace = Trace()
         self._group_failures = 0  # when the message began
         self._written: list[tuple[int, Sequence[int]]] = []  # buffers by single instructions, and the progress then
+        self._streams = ScriptStreams()
+        self._stream: ScriptStream | None = None  # of the present message, if it is of one
         self._run = Run(0)
         self._place: tuple[int, int] | None = None  # number of the running routine, and index of its instruction
 
@@ -139,6 +148,7 @@ class Executor:
         """Begin a message: its results are its own, and its operators have PyTorch's precision unless it sets them."""
         self.frames_out = []
         self._trace = Trace()
+        self._stream = None
         if self._device.accelerator.asynchronous:
             self._void_aborted()
             self._group_failures = self._groups.failures()
@@ -176,7 +186,16 @@ class Executor:
         """
         if isinstance(instruction, Run):
             return self._run_routine(instruction)
+        if isinstance(instruction, Stream):
+            try:
+                self._stream = self._streams.begin(instruction)
+            except WireError as error:
+                self._report(describe_failure(error, "stream"))
+            return []
         own = iter(list(itertools.islice(frames, _frame_count(instruction))))
+        stopped = self._stream.failure if self._stream is not None else None
+        if stopped is not None and type(instruction) in _STOPPED and not _is_exempt(instruction):
+            return self._skip(instruction, stopped)
         try:
             return self._guarded(instruction, own, _same)
         finally:
@@ -267,6 +286,7 @@ class Executor:
             self._void(instruction, error.failure, resolve)
             if type(instruction) in _ANSWERED:
                 raise
+            self._fail(error.failure, new=False)
             return []
         except DeviceFailed:
             raise
@@ -274,11 +294,54 @@ class Executor:
             progress.settle()
             require_device(self._device, error, progress.doing)
             failure = describe_failure(error, progress.doing, self._place)
+            if self._in_stream and isinstance(instruction, Send) and failure.kind == "peer":
+                return []  # only the receiver, which has left, lacks what was to be sent
             self._void(instruction, failure, resolve)
-            self._report(failure)
-            if type(instruction) in _ANSWERED:
+            if type(instruction) in _ANSWERED:  # the script is told at once: its stream goes on
+                self._report(failure)
                 raise Poisoned(failure) from error
+            self._fail(failure)
             return []
+
+    @property
+    def _in_stream(self) -> bool:
+        """True for a single instruction of a script's stream."""
+        return self._stream is not None and self._place is None
+
+    def _fail(self, failure: WorkerFailure, *, new: bool = True) -> None:
+        """Report a failure, and stop the stream of the script whose instruction it is.
+
+        Args:
+            failure: The failure.
+            new: Whether it has happened now; otherwise a void buffer was to be used, which only scripts are told of
+                again.
+        """
+        if new or self._in_stream:
+            self._report(failure)
+        if self._stream is not None and self._place is None:
+            self._stream.stop(failure)
+
+    def _skip(self, instruction: Instruction, failure: WorkerFailure) -> Sequence[Outcome]:
+        """Skip an instruction of a stream that has stopped.
+
+        Raises:
+            Poisoned: It is to be answered: the failure is the answer.
+        """
+        self.progress.executed += 1
+        if type(instruction) not in _AHEAD:
+            self.progress.settle()
+        if isinstance(instruction, Put):  # memory that was only allocated before stays
+            self.store.void([number for number in instruction.buffers if number not in self.store], failure)
+            return []
+        if isinstance(instruction, Receive):  # it is received: the next one from there must be the next
+            with contextlib.suppress(Poisoned, RankLost, WireError):
+                self._groups.get(instruction.group).receive(
+                    instruction.spec, instruction.peer, instruction.channel, instruction.rows
+                )
+        self._void(instruction, failure, _same)
+        if type(instruction) in _ANSWERED:
+            raise Poisoned(failure)
+        return []
 
     def _void(self, instruction: Instruction, failure: WorkerFailure, resolve: Resolve) -> None:
         """Void the outputs of an instruction; a worker that cannot contribute leaves the group."""
@@ -303,7 +366,8 @@ class Executor:
             if isinstance(what, Routine):
                 self._owed[instruction.number] = groups_of(what)
         if isinstance(instruction, Reduce | Gather | Broadcast | Send | FormGroup):
-            self._report(failure)
+            if self._stream is None or self._stream.failure is None:  # else it has been reported
+                self._report(failure)
             self._groups.abandon(instruction.group, failure)
 
     def _note_written(self, instruction: Instruction) -> None:
@@ -332,6 +396,7 @@ class Executor:
             self._groups.check_since(self._group_failures)
         except RankLost as error:
             failure, begun = describe_failure(error, "receive"), 0
+            self._streams.stop(failure)
             for number in [number for _, numbers in self._written for number in numbers if number in self.store]:
                 self.store.spoil(number, failure)
         self._written = [entry for entry in self._written if entry[0] >= begun] if begun else []
@@ -465,6 +530,7 @@ class Executor:
             self.store.forget(number)
         for number in [number for number in self._definitions if free.first <= number < free.end]:
             self._undefine(number)
+        self._streams.end(free.first, free.end)
         return []
 
     def _get(self, get: Get, frames: Iterator[Any], resolve: Resolve) -> Sequence[Outcome]:
@@ -493,9 +559,18 @@ class Executor:
             self.frames_out += [self._device.read(tensor) for tensor in tensors]
             return [OptimizerState(tuple(entries))]
         numbers = [resolve(reference) for reference in ask.buffers]
+        if ask.about == "filled":
+            return [FilledSlots(tuple(number for number in numbers if self._is_filled(number)))]
         if ask.about == "digest":
             return [Digest(self._device.digest([self._offloader.readable(number) for number in numbers]))]
         return [self._device.scalars([self.store.get(number) for number in numbers])]
+
+    def _is_filled(self, number: int) -> bool:
+        try:
+            self.store.get(number)
+        except (Poisoned, RankLost, WireError):
+            return False
+        return True
 
     def _exchange(self, what: Communication, frames: Iterator[Any], resolve: Resolve) -> Sequence[Outcome]:
         self._collectives.run(what, resolve, self._trace)
@@ -614,6 +689,11 @@ def _writes(instruction: Instruction) -> Sequence[int]:
             return (instruction.into,)
         case _:
             return ()
+
+
+def _is_exempt(instruction: Instruction) -> bool:
+    """Return whether an instruction is executed in a stream that has stopped: a query that reads no elements."""
+    return isinstance(instruction, Ask) and instruction.about in ("memory", "peak", "filled")
 
 
 def _frame_count(instruction: Instruction) -> int:

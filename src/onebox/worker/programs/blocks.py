@@ -15,11 +15,7 @@ from onebox.worker.programs.kernels import CompiledKernel
 from onebox.worker.progress import WorkerProgress
 
 Explain = Callable[[Exception, CompiledKernel, Sequence[Any]], WorkerFailure]
-"""Converts an operator's exception, given its arguments, to a failure, and reports new failures."""
-
-
-Spoil = Callable[[int, WorkerFailure], None]
-"""Voids all buffers that share a storage, given by its identity."""
+"""Converts an operator's exception, given its arguments, to a failure, and reports it."""
 
 
 class Void(NamedTuple):
@@ -172,20 +168,18 @@ class CompiledBlock:
         progress: WorkerProgress,
         end: Callable[[int], None],
         explain: Explain,
-        spoil: Spoil,
     ) -> list[Any]:
-        """Run the calls without counting the memory of each.
+        """Run the calls, up to one that fails, without counting the memory of each.
 
         Args:
             inputs: Contents of the first slots; the list is emptied.
             floats: Numbers of all calls.
             progress: Incremented for each operator.
             end: Called with each input whose buffer is freed.
-            explain: Called when an operator fails; later calls that read its results fail with the same failure.
-            spoil: Called for each storage that it would have written to.
+            explain: Called when an operator fails.
 
         Returns:
-            The registers, those of slots first; :class:`Void` where a call failed.
+            The registers, those of slots first; :class:`Void` where a call failed, or was skipped after one.
         """
         registers = self._empty.copy()
         registers[: len(inputs)] = inputs
@@ -194,8 +188,9 @@ class CompiledBlock:
         for slot in self.begins:
             registers[slot] = None
             end(slot)
-        for step in self.steps:
-            run, pick, kept, first, stop, dies, ends, kernel, _, _ = step
+        steps = iter(self.steps)
+        for step in steps:
+            run, pick, kept, first, stop, dies, ends, kernel, slots, _ = step
             progress.executed += 1
             progress.doing = kernel.name
             try:
@@ -204,7 +199,13 @@ class CompiledBlock:
                 else:
                     run(*pick(registers))
             except Exception as error:
-                _fail(step, registers, error, explain, spoil)
+                mark = Void(explain(error, kernel, [registers[slot] for slot in slots]))
+                registers[first:stop] = [mark] * (stop - first)
+                _end(step, registers, end)
+                for later in steps:
+                    _skip(later, registers, mark)
+                    _end(later, registers, end)
+                return registers
             for slot in dies:
                 registers[slot] = None
             for slot in ends:
@@ -217,16 +218,22 @@ class CompiledBlock:
         return freed, [slot for slot in self.writes if self._alive[slot]]
 
 
-def _fail(step: Step, registers: list[Any], error: Exception, explain: Explain, spoil: Spoil) -> None:
-    """Void everything that a call would have written, including all views."""
-    void = [registers[slot] for slot in step.slots if isinstance(registers[slot], Void)]
-    mark = void[0] if void else Void(explain(error, step.kernel, [registers[slot] for slot in step.slots]))
-    registers[step.first : step.stop] = [mark] * (step.stop - step.first)
-    for index in step.kernel.writes:
-        written = registers[step.slots[index]]
-        if isinstance(written, Tensor):
-            storage = written.untyped_storage()._cdata
-            spoil(storage, mark.failure)
-            for slot, held in enumerate(registers):
-                if isinstance(held, Tensor) and held.untyped_storage()._cdata == storage:
-                    registers[slot] = mark
+def _end(step: Step, registers: list[Any], end: Callable[[int], None]) -> None:
+    """Free what a call is the last to use."""
+    for slot in step.dies:
+        registers[slot] = None
+    for slot in step.ends:
+        end(slot)
+
+
+def _skip(step: Step, registers: list[Any], mark: Void) -> None:
+    """Skip a call: its outputs are void, but for views of what is not void."""
+    made: Sequence[Any] = [mark] * (step.stop - step.first)
+    if step.kernel.views and all(isinstance(registers[slot], Tensor) for slot in step.slots):
+        try:
+            result = step.run(*step.pick(registers))
+            made = step.kept(result) if made else ()
+        except Exception:
+            for index in step.kernel.writes:  # the script sees another shape
+                registers[step.slots[index]] = mark
+    registers[step.first : step.stop] = made

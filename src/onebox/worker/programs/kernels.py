@@ -46,7 +46,8 @@ class CompiledKernel:
 
     __slots__ = (
         "_dtype", "_listed", "_outs", "_shape", "_strides", "constants", "floats", "fresh", "inputs", "kept",
-        "name", "needs_values", "outputs", "pick", "places", "resizes", "returns", "run", "writes",
+        "name", "needs_values", "new_bytes", "outputs", "pick", "places", "resizes", "returns", "run", "views",
+        "writes",
     )  # fmt: skip
 
     def __init__(self, kernel: KernelSpec, device: torch.device, generator: Callable[[int], torch.Generator]) -> None:
@@ -91,6 +92,13 @@ class CompiledKernel:
         self._outs = [None if out is None else OutputLayout(out) for out in kernel.outs]
         self.fresh = all(value.alias_info is None for value in schema.returns)
         """True if its results have storages of their own."""
+        aliases = [value.alias_info for value in schema.returns]
+        self.views = torch.Tag.inplace_view in call.tags or (
+            bool(aliases) and all(alias is not None and not alias.is_write for alias in aliases)
+        )
+        """True if it makes views of its arguments, and reads and writes no elements."""
+        self.new_bytes = sum(max(0, out.storage_bytes) for out in kernel.outs if out is not None) if writes else 0
+        """Bytes of the results of an operator that also writes to its arguments."""
         single = self._outs[0] if kinds == ["Tensor"] and self._outs else None
         if single is not None:
             self._shape, self._strides = single.shape, single.strides

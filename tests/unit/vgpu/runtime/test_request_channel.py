@@ -7,14 +7,16 @@ from concurrent.futures import Future
 from typing import Any
 
 from onebox.errors import PeerLost
-from onebox.vgpu.runtime.request_channel import BYTES, MESSAGES, InFlight, SentMessage
+from onebox.vgpu.runtime.request_channel import BYTES, MESSAGES, Failed, InFlight, ScriptErrors, SentMessage
 
 numbers = itertools.count(1)
 
 
-def sent(ahead: InFlight, size_bytes: int = 0, *, awaited: bool = False, number: int = 0) -> Future[Any]:
+def sent(
+    ahead: InFlight, size_bytes: int = 0, *, awaited: bool = False, number: int = 0, errors: int = 0
+) -> Future[Any]:
     future: Future[Any] = Future()
-    ahead.add(SentMessage(future, number or next(numbers), size_bytes, awaited))
+    ahead.add(SentMessage(future, number or next(numbers), size_bytes, awaited, errors))
     return future
 
 
@@ -36,15 +38,36 @@ def test_what_is_answered_is_not_on_its_way() -> None:
 def test_the_first_failure_is_told_once() -> None:
     ahead = InFlight()
     errors = [ValueError(str(number)) for number in range(2)]
-    for error in errors:
-        sent(ahead).set_exception(error)
-    assert ahead.failed() is errors[0]
-    assert ahead.failed() is errors[0]
-    ahead.mark_reported()
+    for number, error in enumerate(errors, 1):
+        sent(ahead, number=number).set_exception(error)
+    assert ahead.failed() == Failed(errors[0], 1, 0)
+    assert ahead.failed() == Failed(errors[0], 1, 0)
+    ahead.mark_told(2)
     assert ahead.failed() is None
-    sent(ahead).set_exception(errors[1])
-    ahead.mark_reported()
+    sent(ahead, number=3).set_exception(errors[1])
+    ahead.mark_told(3)
     assert ahead.failed() is None
+
+
+def test_a_later_failure_than_was_told_is_still_to_be_told() -> None:
+    ahead = InFlight()
+    late = sent(ahead, number=2)
+    ahead.mark_told(1)
+    late.set_exception(error := ValueError("later"))
+    assert ahead.failed() == Failed(error, 2, 0)
+
+
+def test_a_lack_of_data_is_told_with_the_failure_that_caused_it() -> None:
+    errors = ScriptErrors()
+    ahead = InFlight(errors)
+    sent(ahead, number=1).set_exception(lost())
+    assert ahead.failed() is not None
+    waiting = sent(ahead, number=2)
+    errors.count += 1  # on another device
+    waiting.set_exception(lost())
+    assert ahead.failed() is None
+    sent(ahead, number=3, errors=1).set_exception(lost())
+    assert ahead.failed() is not None
 
 
 def test_a_failure_that_is_waited_for_is_not_told_again() -> None:
@@ -62,7 +85,7 @@ def test_the_last_message_that_a_lost_peer_has_failed() -> None:
     sent(ahead, number=1).set_exception(ValueError("no peer"))
     assert ahead.lost_peer() == 0
     sent(ahead, number=2).set_exception(lost())
-    ahead.mark_reported()
+    ahead.mark_told(2)
     assert ahead.lost_peer() == 2
     unanswered = sent(ahead, number=3)
     sent(ahead, number=4, awaited=True).set_exception(lost())

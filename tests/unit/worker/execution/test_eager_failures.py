@@ -1,4 +1,4 @@
-"""Eager operators that fail void what they should; instructions that are wrong do no harm."""
+"""Eager operators that fail stop what follows and leave what exists; instructions that are wrong do no harm."""
 
 from __future__ import annotations
 
@@ -18,14 +18,17 @@ from onebox.wire import (
     KernelSpec,
     SlotArgument,
     Strided,
+    spec_of,
+    to_frame,
 )
-from onebox.wire.protocol.eager import KeepGenerator, Operate, Perform, Replay, SetGenerator
-from onebox.wire.protocol.instructions import Ask
-from onebox.wire.protocol.requests import Define
+from onebox.wire.protocol.eager import KeepGenerator, Operate, Perform, Replay, SetGenerator, Stream
+from onebox.wire.protocol.instructions import Ask, Call, Get
+from onebox.wire.protocol.requests import Define, FreeRange, Put
+from onebox.wire.protocol.responses import WorkerMemory
 from onebox.worker.faults import Fault
 from onebox.worker.memory.buffers import Poisoned
-from tests.unit.machines import Rig
-from tests.unit.worker.scripts import ADD, FOUR, MUL_, ONES, VIEW, failure_of, small_rig
+from tests.unit.machines import Rig, define, elementwise
+from tests.unit.worker.scripts import ADD, FOUR, MM, MUL_, ONES, VIEW, failure_of, small_rig
 
 
 @pytest.fixture
@@ -33,42 +36,53 @@ def rig() -> Rig:
     return small_rig()
 
 
-def test_a_failed_operator_voids_its_outputs_and_the_rest_goes_on(rig: Rig) -> None:
-    rig.do(Operate((3, 11, 12, 20, 1, 20, 11, 21, 1, 11, 12, 22), (1.0, 2.0)))
+def test_what_follows_a_failed_operator_is_skipped(rig: Rig) -> None:
+    rig.do(Operate((1, 11, 12, 19, 3, 11, 12, 20, 1, 20, 11, 21, 1, 11, 12, 22, FREE, 13), (2.0, 1.0, 2.0)))
     (failure,) = rig.failures
     assert (failure.kind, failure.operator, failure.shapes) == ("operator", "aten.mm.default", "float64[4], float64[4]")
-    assert failure_of(rig, 20) == failure_of(rig, 21) == failure
-    assert torch.equal(rig.get(22), ONES * 3)
+    assert failure_of(rig, 20) == failure_of(rig, 21) == failure_of(rig, 22) == failure
+    assert torch.equal(rig.get(19), ONES * 3)
+    assert "no buffer 13" in failure_of(rig, 13).message
 
 
-def test_what_a_failed_operator_may_have_written_is_void(rig: Rig) -> None:
+def test_what_was_to_be_written_keeps_its_values(rig: Rig) -> None:
     rig.put(b14=torch.ones(3, dtype=torch.float64))
-    rig.do(Operate((2, 11, 14, 1, 11, 12, 20, 2, 12, 20), (1.0,)))
+    used = rig.used
+    rig.do(Operate((2, 11, 14, 1, 11, 12, 20, 2, 12, 13), (1.0,)))
     (failure,) = rig.failures
     assert failure.operator == "aten.mul_.Tensor"
-    assert failure_of(rig, 11) == failure_of(rig, 20) == failure_of(rig, 12) == failure
-    assert torch.equal(rig.get(13), ONES)
-    rig.put(b11=ONES)
-    assert torch.equal(rig.get(11), ONES)
+    assert failure_of(rig, 20) == failure
+    assert all(torch.equal(rig.get(number), ONES) for number in (11, 12, 13))
+    assert rig.used == used
 
 
-def test_what_fails_to_write_to_a_view_voids_all_who_see_its_memory(rig: Rig) -> None:
-    rig.put(b14=torch.ones(3, dtype=torch.float64))
-    rig.do(Define(5, VIEW), Operate((5, 11, 20, 5, 11, 21, 5, 12, 22, 2, 20, 14)))
+def test_views_of_what_is_there_are_made_after_a_failure(rig: Rig) -> None:
+    transpose = KernelSpec("aten.t_.default", (SlotArgument(0),), {}, 1, 0)
+    rig.put(b14=torch.ones(3, dtype=torch.float64), b15=torch.arange(6.0).view(2, 3))
+    rig.do(
+        Define(5, VIEW),
+        Define(6, transpose),
+        Operate((5, 11, 20, 2, 20, 14, 5, 11, 21, 1, 11, 12, 22, 5, 22, 23, 6, 15), (1.0,)),
+    )
     (failure,) = rig.failures
-    assert failure_of(rig, 11) == failure_of(rig, 20) == failure_of(rig, 21) == failure
-    assert torch.equal(rig.get(22), ONES.view(2, 2))
+    assert torch.equal(rig.get(20), ONES.view(2, 2))
+    assert torch.equal(rig.get(21), ONES.view(2, 2))
+    assert failure_of(rig, 22) == failure_of(rig, 23) == failure
+    assert torch.equal(rig.get(15), torch.arange(6.0).view(2, 3).t())
 
 
-def test_a_kernel_that_is_not_allowed_voids_what_it_would_have_written(rig: Rig) -> None:
+def test_a_kernel_that_is_not_allowed_voids_what_it_would_have_made(rig: Rig) -> None:
     rig.do(
         Define(5, KernelSpec("aten.set_.source_Storage", (SlotArgument(0), SlotArgument(1)), {}, 2, 0)),
         Define(6, KernelSpec("aten.save.default", (SlotArgument(0), "/tmp/x"), {}, 1, 0, (FOUR,))),
-        Operate((5, 11, 12, 6, 13, 30, 1, 11, 12, 20, 1, 12, 12, 21), (1.0, 1.0)),
     )
+    rig.do(Operate((5, 11, 12, 1, 11, 12, 20), (1.0,)))
+    rig.do(Operate((6, 13, 30)))
+    rig.do(Operate((1, 12, 12, 21), (1.0,)))
     assert all("allow-list" in failure.message for failure in rig.failures)
-    assert failure_of(rig, 11) == failure_of(rig, 20) == rig.failures[0]
+    assert failure_of(rig, 20) == rig.failures[0]
     assert failure_of(rig, 30) == rig.failures[1]
+    assert torch.equal(rig.get(11), ONES)
     assert torch.equal(rig.get(21), ONES * 2)
 
 
@@ -177,17 +191,19 @@ def test_arguments_of_other_kinds_are_the_operators_own_business(rig: Rig) -> No
         assert failure_of(rig, 100 + number).kind == "operator"
 
 
-def test_a_fault_voids_what_all_calls_would_have_written() -> None:
+def test_a_fault_voids_what_all_calls_would_have_made() -> None:
     rig = Rig(faults=(Fault("error", "operate", 1), Fault("memory", "replay", 1)))
     rig.do(Define(1, ADD), Define(2, MUL_), Define(9, BlockSpec((2, 0, 1, 1, 0, 1, 2, FREE, 1), 2, (2,), 1)))
     rig.put(b11=ONES, b12=ONES, b13=ONES, b14=ONES)
     rig.do(Operate((2, 11, 12, 1, 12, 12, 20, FREE, 12), (1.0,)))
-    assert failure_of(rig, 11) == failure_of(rig, 20) == rig.failures[0]
+    assert failure_of(rig, 20) == rig.failures[0]
+    assert torch.equal(rig.get(11), ONES)
     assert "no buffer 12" in failure_of(rig, 12).message
     rig.failures.clear()
     rig.do(Replay(9, (13, 14), (21,), (1.0,)))
     assert [failure.kind for failure in rig.failures] == ["memory"]
-    assert failure_of(rig, 13) == failure_of(rig, 21) == rig.failures[0]
+    assert failure_of(rig, 21) == rig.failures[0]
+    assert torch.equal(rig.get(13), ONES)
     assert "no buffer 14" in failure_of(rig, 14).message
 
 
@@ -211,3 +227,105 @@ def test_what_grows_counts_against_the_quota() -> None:
     rig.do(Define(1, KernelSpec("aten.resize_.default", (SlotArgument(0), Items((20,))), {}, 1, 0)), Operate((1, 1)))
     assert [(failure.kind, failure.operator) for failure in rig.failures] == [("memory", "aten.resize_.default")]
     assert rig.used == 0
+
+
+def test_what_cannot_grow_leaves_its_other_views_as_they_were() -> None:
+    rig = Rig(quota_bytes=100)
+    rig.put(b1=ONES)
+    resize = KernelSpec("aten.resize_.default", (SlotArgument(0), Items((20,))), {}, 1, 0)
+    rig.do(Define(1, resize), Define(5, VIEW), Operate((5, 1, 2, 1, 2)))
+    assert [(failure.kind, failure.operator) for failure in rig.failures] == [("memory", "aten.resize_.default")]
+    assert torch.equal(rig.get(1), ONES)
+    assert rig.used == 32
+    assert failure_of(rig, 2).kind == "memory"
+
+
+def test_a_lack_of_memory_precedes_what_an_operator_writes() -> None:
+    """It writes the statistics of a batch, and returns the normalised batch."""
+    rig = Rig(quota_bytes=600)
+    out = Strided("float64", (4, 8), (8, 1), 0, 256)
+    small = Strided("float64", (8,), (1,), 0, 64)
+    arguments = (SlotArgument(0), None, None, SlotArgument(1), SlotArgument(2), True, 0.5, 1e-5)
+    rig.put(b1=torch.ones(4, 8, dtype=torch.float64), b2=torch.zeros(8, dtype=torch.float64), b3=ONES.repeat(2))
+    rig.do(
+        Define(1, KernelSpec("aten._native_batch_norm_legit.default", arguments, {}, 3, 0, (out, small, small))),
+        Operate((1, 1, 2, 3, 20, 21, 22)),
+    )
+    assert [failure.kind for failure in rig.failures] == ["memory"]
+    assert torch.equal(rig.get(2), torch.zeros(8, dtype=torch.float64))
+
+
+# ---- a script's stream
+
+
+def test_a_stream_stops_until_the_script_has_been_told(rig: Rig) -> None:
+    def begin(message: int, told: int = 0) -> Stream:
+        return Stream(1, message, told)
+
+    double = Operate((1, 11, 11, 30), (1.0,))
+    rig.put(b14=torch.ones(3, dtype=torch.float64))
+    rig.do(begin(1), Operate((3, 11, 12, 20)), Operate((2, 11, 13)), double)
+    (failure,) = rig.failures
+    spec, frame = spec_of(ONES), bytes(to_frame(ONES))
+    rig.do(begin(2), Operate((2, 11, 13)), Put((40,), (spec,)), KeepGenerator(0, 41), frames=[frame])
+    rig.do(begin(3), SetGenerator(0, 7), Put((11,), (spec,)), frames=[bytes(to_frame(ONES * 5))])
+    assert rig.failures == [failure]  # once
+    assert failure_of(rig, 30) == failure_of(rig, 40) == failure_of(rig, 41) == failure_of(rig, 20) == failure
+    with pytest.raises(Poisoned) as caught:
+        rig.do(begin(4), Get((11,)))
+    assert caught.value.failure == failure
+    (memory,) = rig.do(begin(5), Ask("memory"))
+    assert isinstance(memory, WorkerMemory)
+    with pytest.raises(Poisoned):
+        rig.do(begin(6), Perform(ADD, (11, 11), (1.0,), 50))
+    assert torch.equal(rig.get(11), ONES)  # for others, and there is the same
+    rig.do(begin(7, told=4), double)
+    assert torch.equal(rig.get(30), ONES * 2)
+
+
+def test_a_late_word_of_the_script_does_not_end_a_later_stop(rig: Rig) -> None:
+    rig.do(Stream(1, 5, 0), Operate((3, 11, 12, 20)))
+    rig.do(Stream(1, 6, 4), Operate((2, 11, 13)))
+    rig.do(Stream(1, 7, 5), Operate((3, 11, 12, 21)))
+    rig.do(Stream(1, 8, 6), Operate((1, 11, 11, 22), (1.0,)))
+    assert len(rig.failures) == 2
+    assert failure_of(rig, 22) == rig.failures[1]
+    rig.do(Stream(1, 9, 7), Operate((1, 11, 11, 22), (1.0,)))
+    assert torch.equal(rig.get(22), ONES * 2)
+
+
+def test_the_use_of_a_void_tensor_stops_the_stream_with_the_first_failure(rig: Rig) -> None:
+    rig.do(Define(5, VIEW), Stream(1, 1, 0), Operate((3, 11, 12, 20)))
+    rig.do(Stream(1, 2, 1), Operate((5, 20, 21, 1, 11, 11, 22), (1.0,)))  # a view reads nothing
+    assert torch.equal(rig.get(22), ONES * 2)
+    assert len(rig.failures) == 1
+    rig.do(Stream(1, 3, 1), Operate((2, 11, 20, 1, 11, 11, 23), (1.0,)))
+    assert rig.failures[1] == rig.failures[0] == failure_of(rig, 23)
+    assert torch.equal(rig.get(11), ONES)
+
+
+def test_streams_of_two_scripts_stop_by_themselves(rig: Rig) -> None:
+    rig.do(Stream(100, 1), Operate((3, 11, 12, 20)))
+    rig.do(Stream(200, 1), Operate((1, 11, 11, 21), (1.0,)))
+    assert torch.equal(rig.get(21), ONES * 2)
+    rig.do(FreeRange(100, 200))
+    rig.do(Stream(100, 2), Operate((1, 11, 11, 22), (1.0,)))
+    assert torch.equal(rig.get(22), ONES * 2)
+
+
+def test_an_operator_that_is_answered_does_not_stop_the_stream(rig: Rig) -> None:
+    with pytest.raises(Poisoned):
+        rig.do(Stream(1, 1), Perform(KernelSpec("aten.mm.default", MM.args, {}, 2, 0), (11, 12), (), 50))
+    rig.do(Stream(1, 2), Operate((1, 11, 11, 22), (1.0,)))
+    assert torch.equal(rig.get(22), ONES * 2)
+
+
+def test_a_program_that_fails_stops_the_stream(rig: Rig) -> None:
+    rig.do(define(90, elementwise("aten.neg.default", spec_of(ONES))))
+    rig.put(b14=torch.ones(3, dtype=torch.float64))
+    used = rig.used
+    rig.do(Stream(1, 1), Call(90, (14,), (20,), (0,)), Call(90, (11,), (21,)), Call(90, (13,), (22,), (0,)))
+    assert failure_of(rig, 20) == failure_of(rig, 21) == failure_of(rig, 22) == rig.failures[0]
+    assert rig.used == used - 24 - 32  # what the calls were to take is freed
+    rig.do(Stream(1, 2, 1), Call(90, (11,), (21,)))
+    assert torch.equal(rig.get(21), -ONES)

@@ -1,0 +1,72 @@
+"""Streams of scripts on a worker: a failure stops a stream until the script has been told of it."""
+
+from __future__ import annotations
+
+from onebox.errors import WireError
+from onebox.wire.protocol.eager import Stream
+from onebox.wire.protocol.responses import WorkerFailure
+
+MOST_STREAMS = 1 << 12
+"""Most streams of a worker: one for each process that uses it."""
+
+
+class ScriptStream:
+    """The stream of one script.
+
+    Attributes:
+        failure: The failure that has stopped it; ``None`` while it runs.
+    """
+
+    def __init__(self) -> None:
+        self.failure: WorkerFailure | None = None
+        self._message = self._errors = 0  # of the present message
+        self._stopped = (0, 0)  # the message in which it was stopped, and the script's errors with it
+
+    def begin(self, what: Stream) -> None:
+        """Begin a message; go on if the script has been told of the failure before it sent this one.
+
+        A lack of another device's data has its cause there: the script is told of that.
+        """
+        self._message, self._errors = what.message, what.errors
+        message, errors = self._stopped
+        if self.failure is not None:
+            lacks_peer = self.failure.kind == "peer" and what.errors > errors
+            if what.told >= message or lacks_peer:
+                self.failure = None
+
+    def stop(self, failure: WorkerFailure) -> None:
+        """Stop it, unless it is."""
+        if self.failure is None:
+            self.failure = failure
+            self._stopped = self._message, self._errors
+
+
+class ScriptStreams:
+    """The streams of a worker, by number."""
+
+    def __init__(self) -> None:
+        self._streams: dict[int, ScriptStream] = {}
+
+    def begin(self, what: Stream) -> ScriptStream:
+        """Begin a message of a stream, and return the stream.
+
+        Raises:
+            WireError: There are too many.
+        """
+        found = self._streams.get(what.number)
+        if found is None:
+            if len(self._streams) >= MOST_STREAMS:
+                raise WireError(f"this worker has {MOST_STREAMS} streams; no more are allowed")
+            found = self._streams[what.number] = ScriptStream()
+        found.begin(what)
+        return found
+
+    def stop(self, failure: WorkerFailure) -> None:
+        """Stop all of them."""
+        for stream in self._streams.values():
+            stream.stop(failure)
+
+    def end(self, first: int, end: int) -> None:
+        """End the streams with numbers in a range, its end excluded."""
+        for number in [number for number in self._streams if first <= number < end]:
+            del self._streams[number]
