@@ -15,6 +15,7 @@ from onebox.errors import UsageError
 from onebox.graph.capture.export import Captured
 from onebox.graph.capture.joint import Joint, Port
 from onebox.graph.lower.element_types import require_types
+from onebox.graph.lower.layouts import read_in_order, state_strides
 from onebox.graph.lower.loss_divisors import Divisor, loss_divisors, normalises_by_batch
 from onebox.graph.lower.lowering import arguments_of, canonical, fold_numbers, is_view, lower, random_positions, varies
 from onebox.graph.lower.phases import Body, Division, Phase, PhaseKind, again, divide
@@ -145,6 +146,7 @@ class TracedModel:
         self.reads = captured.reads
         self.written = tuple(str(port.name) for _, port in joint.outputs if port.kind == "update")
         fold_numbers(joint.graph)
+        joint = state_strides(joint)
         require_types(joint)
         self._backward = backward
         self._trained = trained
@@ -168,6 +170,7 @@ class TracedModel:
         self._ahead = _ancestors([node for node, _ in self._kept])
         self._segments = segments or find_segments(joint, self._ahead)
         self._positions = random_positions(joint.graph)
+        self._in_order = read_in_order(joint)
         self._order = {node: number for number, node in enumerate(joint.graph.nodes)}
         self._places = {node: place for place, (node, _) in enumerate(joint.inputs)}
         self._readers = self._find_readers()
@@ -354,7 +357,7 @@ class TracedModel:
         inputs += [(node, Port("value", self._order[node])) for node in sorted(body.given, key=self._order.__getitem__)]
         nodes = sorted(body.nodes, key=self._order.__getitem__)
         outputs = [canonical(node) for node, _ in body.outputs]
-        program = lower(nodes, [node for node, _ in inputs], outputs, self._positions)
+        program = lower(nodes, [node for node, _ in inputs], outputs, self._positions, self._in_order)
         program = relaid(program, _orders(inputs), _orders(body.outputs))
         program, ports_out = sum_alike(program, [port for _, port in body.outputs])
         return NamedProgram(program=program, inputs=tuple(port for _, port in inputs), outputs=ports_out)

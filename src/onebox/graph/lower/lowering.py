@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -172,6 +173,7 @@ def lower(
     inputs: Sequence[fx.Node],
     outputs: Sequence[fx.Node],
     positions: Mapping[fx.Node, int],
+    in_order: Mapping[fx.Node, Collection[fx.Node]] = MappingProxyType({}),
 ) -> Program:
     """Lower nodes, in topological order, to a program.
 
@@ -180,11 +182,12 @@ def lower(
         inputs: The nodes whose values are given, in the order of the program's inputs.
         outputs: The nodes whose values are wanted.
         positions: From :func:`random_positions`.
+        in_order: For nodes the arguments that they have to read contiguous.
 
     Raises:
         CaptureError: An operator or an argument cannot travel.
     """
-    builder = _Builder(inputs)
+    builder = _Builder(inputs, in_order)
     for node in nodes:
         if node.target is not operator.getitem and node not in builder.slots:
             builder.add(node, positions.get(node, -1))
@@ -194,7 +197,9 @@ def lower(
 class _Builder:
     """Slots and operators under construction."""
 
-    def __init__(self, inputs: Sequence[fx.Node]) -> None:
+    def __init__(self, inputs: Sequence[fx.Node], in_order: Mapping[fx.Node, Collection[fx.Node]]) -> None:
+        self._in_order = in_order
+        self._contiguous_slots: dict[int, int] = {}
         self.slots: dict[fx.Node, int] = {node: number for number, node in enumerate(inputs)}
         self.inputs = tuple(_spec(node.meta["val"], node) for node in inputs)
         self.count = len(self.slots)
@@ -228,9 +233,20 @@ class _Builder:
         self.count += 1
         return self.slots[node]
 
+    def _contiguous(self, slot: int, node: fx.Node) -> int:
+        """Return the slot of a contiguous tensor with the values of another."""
+        if slot not in self._contiguous_slots:
+            made = self._contiguous_slots[slot] = self.count
+            self.count += 1
+            options: dict[str, Value] = {"memory_format": MemoryFormat("contiguous_format")}
+            spec = _spec(node.meta["val"], node)
+            self.operators.append(Operator("aten.clone.default", (SlotArgument(slot),), options, (made,), (spec,)))
+        return self._contiguous_slots[slot]
+
     def _value(self, argument: Any, node: fx.Node) -> Value:
         if isinstance(argument, fx.Node):
-            return SlotArgument(self.slots[canonical(argument)])
+            slot = self.slots[canonical(argument)]
+            return SlotArgument(self._contiguous(slot, argument) if argument in self._in_order.get(node, ()) else slot)
         if isinstance(argument, torch.dtype):
             return DType(program_dtype_name(argument))
         if isinstance(argument, torch.device):

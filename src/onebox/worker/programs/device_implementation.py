@@ -4,9 +4,6 @@ A program for a pool with a GPU states what the GPU's kernels return. Those of C
 bfloat16 where GPUs have float32, return nothing where these return running statistics, and values for the gradients of
 log-sigmoid and of bags of embeddings, which GPUs compute again or do without. A program for CPUs alone states what they
 make, and nothing is converted.
-
-A model is traced with the strides of CPU kernels. Those of GPUs may leave another order of dimensions in memory
-(convolutions most of all), where a view of the trace is a copy.
 """
 
 from __future__ import annotations
@@ -36,9 +33,7 @@ def device_implementation(
         specs: Spec of each slot of its program.
         device: Its device.
     """
-    if device.type != "cpu":
-        return Tensor.reshape if operator.name == "aten.view.default" else None
-    if operator.name not in _CONVERTED or operator.kwargs:
+    if device.type != "cpu" or operator.name not in _CONVERTED or operator.kwargs:
         return None
     differs, run = _CONVERTED[operator.name]
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator as op
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -37,6 +38,8 @@ from onebox.worker.sandbox.argument_checks import check_constants, guarded
 
 _shape = op.attrgetter("shape")
 _dtype = op.attrgetter("dtype")
+
+_VIEWS = ("aten.view.default", "aten._unsafe_view.default")
 
 _FORMATS = (torch.contiguous_format, torch.channels_last)
 
@@ -154,8 +157,7 @@ class CompiledProgram:
                         if slot is not None:
                             registers[slot] = tensor
             except Exception as error:
-                operator = self.program.operators[number]
-                raise OperatorFailed(operator.name, describe(pick(registers))) from error
+                self._with_contiguous(number, registers, seed, error)
             if first:
                 self._check(self.program.operators[number], registers)
             result = tensor = None  # freed tensors must not survive here
@@ -166,6 +168,30 @@ class CompiledProgram:
         for place in self._complex:  # elements are sent as they are in memory
             made[place] = made[place].resolve_conj()
         return made
+
+    def _with_contiguous(self, number: int, registers: list[Any], seed: Seed, error: Exception) -> None:
+        """Run an operator again that failed: it may have refused strides, which differ by kernel, device and journey.
+
+        If it takes contiguous tensors, it is given such ones from now on.
+
+        Raises:
+            OperatorFailed: It was not for strides.
+        """
+        call, pick, keywords, outs, dies, position = self._code[number]
+        name, args = self.program.operators[number].name, pick(registers)
+        if not all(tensor.is_contiguous() for tensor in _tensors(args)):
+            call = Tensor.reshape if name in _VIEWS else _contiguous_first(call)
+            with contextlib.suppress(Exception):
+                if position >= 0:
+                    seed(position)
+                result = call(*args, **keywords)
+                made = [result] if isinstance(result, Tensor) else result
+                for slot, tensor in zip(outs, made, strict=True):
+                    if slot is not None:
+                        registers[slot] = tensor
+                self._code[number] = call, pick, keywords, outs, dies, position
+                return
+        raise OperatorFailed(name, describe(args)) from error
 
     def laid_out(self, outputs: list[Tensor]) -> list[Tensor]:
         """Return outputs of a run in their required layouts.
@@ -248,10 +274,24 @@ def _holds_tensors(value: Value) -> bool:
 
 def describe(arguments: Sequence[Any]) -> str:
     """Return a readable description of tensors among arguments."""
-    tensors = [
+    return ", ".join(f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in _tensors(arguments))
+
+
+def _tensors(arguments: Sequence[Any]) -> list[Tensor]:
+    return [
         tensor
         for argument in arguments
         for tensor in (argument if isinstance(argument, list | tuple) else [argument])
         if isinstance(tensor, Tensor)
     ]
-    return ", ".join(f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in tensors)
+
+
+def _contiguous_first(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Return an operator that makes its tensors contiguous."""
+
+    def contiguous(value: Any) -> Any:
+        if isinstance(value, list | tuple):
+            return [contiguous(item) for item in value]
+        return value.contiguous() if isinstance(value, Tensor) else value
+
+    return lambda *args, **keywords: call(*map(contiguous, args), **keywords)
