@@ -88,6 +88,48 @@ def test_two_ranks_on_one_device_are_refused(tmp_path: Path) -> None:
     )
 
 
+OF_ALL = r"""
+import os, torch, torch.distributed as dist
+rank = int(os.environ["LOCAL_RANK"])
+torch.cuda.set_device(rank)
+dist.init_process_group("nccl")
+x = torch.ones(1 << 20, device="cuda")
+dist.all_reduce(x)
+if rank == 0:
+    dist.all_reduce(x)  # the device now waits for the other one, whose process asks for its memory
+numbers = range(torch.cuda.device_count())
+torch.set_default_dtype(torch.float64)
+kinds = {(torch.arange(3, device="cuda") / 2).dtype, torch.ones(1, device="cuda").dtype}
+torch.set_default_dtype(torch.float32)
+kinds.add((torch.arange(3, device="cuda") / 2).dtype)
+if rank == 1:
+    held = [torch.cuda.memory_allocated(number) >= x.nbytes for number in numbers]
+    free = [torch.cuda.mem_get_info(number)[0] > 0 for number in numbers]
+    dist.all_reduce(x)
+    print(held, free, flush=True)
+for number in numbers:
+    torch.cuda.max_memory_allocated(number), torch.cuda.memory_stats(number), torch.cuda.memory_summary(number)
+    torch.cuda.reset_peak_memory_stats(number)
+    torch.cuda.get_device_properties(number), torch.cuda.can_device_access_peer(number, 1 - number)
+    torch.cuda.synchronize(number)
+    torch.cuda.Event().record(torch.cuda.current_stream(number))
+    with torch.cuda.device(number):
+        torch.cuda.empty_cache()
+torch.manual_seed(1), torch.cuda.manual_seed_all(1)
+torch.cuda.set_rng_state_all(torch.cuda.get_rng_state_all())
+dist.all_reduce(x)
+assert x.sum().item() == 8 << 20 and kinds == {torch.float32, torch.float64}, (x, kinds)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.short
+def test_what_is_set_or_asked_of_all_devices_does_not_reach_those_of_other_ranks(tmp_path: Path) -> None:
+    done = command([*TORCHRUN, script(tmp_path, OF_ALL)], tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "[True, True] [True, True]\n"
+
+
 FED = r"""
 import os, sys, torch
 from torch.utils.data import DataLoader, Dataset
@@ -336,6 +378,20 @@ def test_a_device_is_one_process_s_alone_while_it_has_claimed_it(server: PoolSer
         first.claim(0)
         with pytest.raises(OneboxError, match=f"there is no buffer {number}"):
             got(first, 0, number)
+
+
+def test_a_process_knows_the_memory_of_a_device_that_another_one_has_claimed(server: PoolServer) -> None:
+    with attached(server) as first, attached(server) as second:
+        before = first.memory(0).used_bytes
+        put(second, 0)
+        second.claim(0)
+        end_s = time.monotonic() + WITHIN_S
+        while first.memory(0).used_bytes != before + 4:  # it comes with the worker's next heartbeat
+            assert time.monotonic() < end_s
+            time.sleep(0.01)
+        assert second.memory(0).used_bytes == before + 4
+        with pytest.raises(UsageError, match="there is no device 2"):
+            first.memory(2)
 
 
 @pytest.mark.parametrize("worker", [-1, 2])

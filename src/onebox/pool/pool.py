@@ -40,7 +40,7 @@ from onebox.wire import dtype_name
 from onebox.wire.protocol.eager import DefaultType
 from onebox.wire.protocol.groups import FormGroup, LeaveGroup, Retime
 from onebox.wire.protocol.requests import Instruction, Shutdown
-from onebox.wire.protocol.responses import Hello
+from onebox.wire.protocol.responses import Hello, WorkerMemory
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -238,20 +238,20 @@ class Pool:
         if os.getpid() != self._owner:
             raise PoolError("a forked process cannot use its parent's pool; open one there with onebox.open()")
 
-    def send_default_type(self, worker: int) -> None:
-        """Set a worker's default element type to that of this process.
+    def default_type(self, worker: int, kind: torch.dtype) -> DefaultType:
+        """Return the instruction that sets a worker's default element type, for the caller to post.
 
         Results of operators on integers, and of optimizers that keep scalars, depend on it.
         """
-        kind = torch.get_default_dtype()
-        self.post(worker, [DefaultType(dtype_name(kind))])  # type: ignore[arg-type]
         self._default_types[worker] = kind
+        return DefaultType(dtype_name(kind))  # type: ignore[arg-type]
 
     def follow_default_type(self) -> None:
         """Set the default element type of all workers to that of this process, where it is another one."""
+        kind = torch.get_default_dtype()
         for worker in self.present:
-            if self._default_types.get(worker, torch.float32) is not torch.get_default_dtype():
-                self.send_default_type(worker)
+            if self._default_types.get(worker, torch.float32) is not kind:
+                self.post(worker, [self.default_type(worker, kind)])
 
     def form_group(
         self, workers: Sequence[int], via: Literal["workers", "client"], *, aside: bool = False, number: int = 0
@@ -445,6 +445,10 @@ class Pool:
     def silence_s(self, worker: int) -> float:
         """Return the seconds since a worker was last heard; each sends a heartbeat every half second."""
         return self._client_loop.silence_s(worker)
+
+    def memory(self, worker: int) -> WorkerMemory:
+        """Return the memory of a worker's buffers as of its last heartbeat, so that nothing waits for the worker."""
+        return self._client_loop.memory.get(worker, WorkerMemory(0, 0, 0))
 
     def retime(self, worker: int, *, speed: float) -> None:
         """Change the speed of a ``sim`` device for everything that is posted later, for experiments.

@@ -42,6 +42,7 @@ from onebox.wire.protocol.responses import (
     Lookup,
     RelayRequest,
     Reply,
+    WorkerMemory,
     WorkerMessage,
 )
 
@@ -108,6 +109,8 @@ class ClientLoop:
         """Bytes of tensors posted to each worker so far."""
         self.executed: dict[int, int] = {}
         """Progress counter of each worker, from its last heartbeat; grows as long as the worker makes progress."""
+        self.memory: dict[int, WorkerMemory] = {}
+        """Memory of buffers of each worker, from its last heartbeat."""
         self._stopping = False
         self._closed = False
         self._liveness = Liveness(patience_s or {})
@@ -506,6 +509,7 @@ class ClientLoop:
                 if connection.hello.done():
                     self._liveness.beat(worker, time.monotonic(), message.stalled_s, message.doing)
                     self.executed[worker] = message.executed
+                    self.memory[worker] = WorkerMemory(message.used_bytes, message.peak_bytes, 0)
             case Left():
                 if self._groups.may_leave(worker, message.group):
                     self._end_relay(message.group)

@@ -28,6 +28,7 @@ from onebox.pool.sharing.messages import (
     Failed,
     Form,
     Leave,
+    Memory,
     Post,
     Request,
     decode_response,
@@ -38,6 +39,7 @@ from onebox.portable import SYSTEM
 from onebox.wire import check_frames
 from onebox.wire.protocol.instructions import Free
 from onebox.wire.protocol.requests import Instruction
+from onebox.wire.protocol.responses import WorkerMemory
 
 ADDRESS = "ONEBOX_PARENT"
 """Environment variable with the address of the parent's server."""
@@ -266,6 +268,13 @@ class AttachedPool(Pool):
     def release(self, worker: int) -> None:
         """End a claim of a device."""
         self._ask(lambda number: Claim(number, worker, False))
+
+    def memory(self, worker: int) -> WorkerMemory:
+        """Return the memory of a device; where it is used by collectives of another process, as of half a second
+        ago."""
+        answer: WorkerReply = self._wait(self._ask(lambda number: Memory(number, worker)))
+        (memory,) = (result for result in answer.results if isinstance(result, WorkerMemory))
+        return memory
 
     def profile(self, *, fresh: bool = False, cache: bool = True, probe: Collection[int] = ()) -> PoolProfile:
         """Raise an error: the devices are the parent's.

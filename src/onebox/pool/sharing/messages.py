@@ -65,11 +65,18 @@ class Claim(Message, frozen=True, tag="claim"):
     held: bool
 
 
+class Memory(Message, frozen=True, tag="memory"):
+    """Child to parent: return the memory of a device, without waiting for collectives of another child there."""
+
+    number: int
+    worker: int
+
+
 class Detach(Message, frozen=True, tag="detach"):
     """Child to parent: the orderly end, after all requests."""
 
 
-Request = Post | Form | Leave | Claim | Detach
+Request = Post | Form | Leave | Claim | Memory | Detach
 
 
 class Attached(Message, frozen=True, tag="attached"):

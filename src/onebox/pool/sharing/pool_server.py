@@ -29,6 +29,7 @@ from onebox.pool.sharing.messages import (
     Detach,
     Form,
     Leave,
+    Memory,
     Post,
     Replied,
     Request,
@@ -37,6 +38,7 @@ from onebox.pool.sharing.messages import (
     encode_message,
     failed,
 )
+from onebox.wire.protocol.instructions import Ask
 from onebox.wire.protocol.requests import FreeRange
 
 _CHILDREN = 256
@@ -165,6 +167,16 @@ class PoolServer:
         with self._lock:
             self._require(child, worker)
 
+    def is_others(self, child: int, worker: int) -> bool:
+        """Return whether a device has been claimed by another child.
+
+        Raises:
+            UsageError: It is not there.
+        """
+        self.require_devices([worker])
+        with self._lock:
+            return self._claims.get(worker, child) != child
+
     def require_devices(self, workers: Sequence[int]) -> None:
         """Require that devices are there.
 
@@ -280,6 +292,13 @@ class _Child:
                     act = self._server.claim if request.held else self._server.release
                     act(self._number, request.worker)
                     self._outgoing.put((Replied(request.number), ()))
+                case Memory():
+                    if self._server.is_others(self._number, request.worker):
+                        heard = self._pool.memory(request.worker)
+                        self._outgoing.put((Replied(request.number, (heard,)), ()))
+                    else:
+                        future = self._pool.post(request.worker, [Ask("memory")], answer=True)
+                        future.add_done_callback(partial(self._replied, request.number))
         except OneboxError as error:
             self._outgoing.put((failed(request.number, error), ()))
 

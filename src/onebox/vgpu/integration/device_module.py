@@ -180,7 +180,12 @@ def stream(stream: Stream | None) -> Iterator[None]:
 
 
 def _memory(device: Device) -> WorkerMemory:
-    answer = place(device).flush([Ask("memory")], wait=True)
+    queue = place(device)
+    if queue.unused:
+        queue.flush()
+    if queue.unused:  # it may be another rank's, for whose collectives this process must not wait
+        return queue.pool.memory(queue.worker)
+    answer = queue.flush([Ask("memory")], wait=True)
     assert answer is not None
     (memory,) = (result for result in answer.results if isinstance(result, WorkerMemory))
     return memory
@@ -202,7 +207,9 @@ max_memory_reserved = max_memory_cached = max_memory_allocated
 
 def reset_peak_memory_stats(device: Device = None) -> None:
     """Reset the peak of a device's buffers to their present bytes."""
-    place(device).flush([Ask("peak")], wait=True)
+    queue = place(device)
+    if not queue.unused:
+        queue.flush([Ask("peak")], wait=True)
 
 
 def reset_accumulated_memory_stats(device: Device = None) -> None:

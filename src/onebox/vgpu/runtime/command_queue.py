@@ -116,6 +116,9 @@ class CommandQueue:
         self._ring = ring
         self._next = self._begin = FIRST + pool.first_number - 1
         self._start: list[tuple[Instruction, Sequence[Any]]] = []  # what precedes the first use
+        self._default_type: torch.dtype | None = None  # of this process, where the worker may have another one
+        if pool.attached or torch.get_default_dtype() is not torch.float32:
+            self._default_type = torch.get_default_dtype()
         if pool.attached:
             self._start.append((SetGenerator(0, FIRST_SEED), ()))
         self._size = CALLS
@@ -310,7 +313,10 @@ class CommandQueue:
         with self.lock:
             if self.dead:
                 self._bury()
-            if self._start and (awaited or self._first or self._calls or last):
+            if awaited or self._first or self._calls or last:
+                if self._default_type is not None:
+                    self._start.append((self.pool.default_type(self.worker, self._default_type), ()))
+                    self._default_type = None
                 self._first, self._start = [*self._start, *self._first], []
             recorded: list[Instruction] = [instruction for instruction, _ in self._first]
             carried = [frame for _, brought in self._first for frame in brought]
@@ -436,11 +442,14 @@ class CommandQueue:
 
     @shielded
     def follow(self) -> None:
-        """Set the worker's default element type, on which results of operators depend, to that of this process."""
+        """Note that this process has another default element type, on which results of operators depend.
+
+        The worker has it before what is recorded next: in a pool that is shared it may be another rank's by now.
+        """
         with self.lock:
-            self._forget()
-            self.flush(pace=False)
-            self.pool.send_default_type(self.worker)
+            if self.cached_ops or self._calls or self._first:
+                self._forget()
+            self._default_type = torch.get_default_dtype()
 
 
 class IdleFlusher:

@@ -46,9 +46,6 @@ class DeviceContext:
         self._seen_failures = self._failures()
         self.received: weakref.WeakSet[Buffer] = weakref.WeakSet()
         """The buffers that were received in the group of all devices."""
-        if torch.get_default_dtype() is not torch.float32:
-            for queue in self.queues:
-                queue.follow()
 
     def group(self) -> int:
         """Return the group of all devices, in which tensors go from worker to worker; formed on first use.

@@ -281,11 +281,15 @@ class Heartbeat(Message, frozen=True, tag="beat"):
         stalled_s: Seconds for which the current one has made no progress and used no processor time; 0 normally, or
             while it waits for other workers.
         doing: Its present activity.
+        used_bytes: Present bytes of buffers.
+        peak_bytes: Peak bytes of buffers.
     """
 
     executed: int
     stalled_s: float
     doing: str
+    used_bytes: int
+    peak_bytes: int
 
 
 LOOKUP_KEYS = 1024

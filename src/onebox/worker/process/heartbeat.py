@@ -23,7 +23,7 @@ from onebox.errors import WireError
 from onebox.wire import SMALL_BYTES, KeyPair, ReceiveWatch, configure, decode_envelope, encode, listen, receive
 from onebox.wire.protocol.groups import LeaveGroup
 from onebox.wire.protocol.responses import Heartbeat
-from onebox.worker.progress import WorkerProgress
+from onebox.worker.progress import PeakMeter, WorkerProgress
 from onebox.worker.system.cpu_affinity import use_all_cores
 from onebox.worker.system.process_watch import DISK_WAIT_S
 
@@ -103,6 +103,7 @@ class HeartbeatThread:
         ports: Allowed ports; see :func:`~onebox.wire.listen`.
         owner_descriptors: Descriptors, any of which becomes readable when the owner has ended.
         progress: The worker's progress.
+        meter: The memory of its buffers.
         interrupt: Called with the number of a group whose waits in the working thread must end.
     """
 
@@ -115,6 +116,7 @@ class HeartbeatThread:
         address: str,
         owner_descriptors: Sequence[int],
         progress: WorkerProgress,
+        meter: PeakMeter,
         interrupt: Callable[[int], None],
         ports: Sequence[int] = (),
     ) -> None:
@@ -122,6 +124,7 @@ class HeartbeatThread:
         self._interrupt = interrupt
         self._owner_descriptors = owner_descriptors
         self._progress = progress
+        self._meter = meter
         self._bell = context.socket(zmq.PAIR)
         self._bell.bind("inproc://onebox.stop")
         self._authenticator = zmq.auth.Authenticator(context)
@@ -223,7 +226,8 @@ class HeartbeatThread:
             disk_reads=used.ru_majflt + used.ru_inblock,
             state=_state(),
         )
-        message = encode(Heartbeat(progress.executed, stalled_s, progress.doing))
+        meter = self._meter
+        message = encode(Heartbeat(progress.executed, stalled_s, progress.doing, meter.used_bytes, meter.peak_bytes))
         try:
             self._socket.send(message, zmq.NOBLOCK)
         except zmq.Again:

@@ -132,6 +132,7 @@ class WorkerServer:
             ports=config.ports,
             owner_descriptors=owner_descriptors,
             progress=self.machine.progress,
+            meter=self.machine.store,
             interrupt=self.machine.interrupt,
         )
         self._socket = self._context.socket(zmq.DEALER)

@@ -26,7 +26,7 @@ from onebox.wire.reliable import Reliable
 from onebox.worker import Ports
 
 KEYS, CLIENT = new_keys(), new_keys()
-BEAT = encode(Heartbeat(1, 0.0, "x"))
+BEAT = encode(Heartbeat(1, 0.0, "x", 0, 0))
 
 
 class Worker:

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -138,6 +139,7 @@ class Watched:
             address="127.0.0.1",
             owner_descriptors=(self.lifeline,),
             progress=self.progress,
+            meter=SimpleNamespace(used_bytes=3, peak_bytes=5),
             interrupt=self.interrupted.append,
         )
         self.watcher.start()
@@ -176,6 +178,7 @@ def test_the_one_client_hears_that_the_worker_lives(watched: Watched) -> None:
     beat = watched.receive(watched.client)
     assert beat is not None
     assert (beat.executed, beat.doing, beat.stalled_s) == (7, "call", 0.0)
+    assert (beat.used_bytes, beat.peak_bytes) == (3, 5)
 
 
 def test_the_first_heartbeat_comes_with_the_client(monkeypatch: pytest.MonkeyPatch) -> None:
