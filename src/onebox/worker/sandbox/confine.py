@@ -1,9 +1,10 @@
 """Confinement: a worker gives up unneeded rights before it processes any client message.
 
 It drops all privileges, starts no program and no process, writes no file, reads only files that Python, torch and the
-drivers need, connects to no TCP port below 1024 (an emulated one to no port at all) and by no other protocol than TCP and UDP, nor to
-services of its machine, and neither signals, slows down nor limits other processes; a worker of a CPU changes no rights
-of files either. If a message exploits a hole in a library, its author is confined to the worker.
+drivers need, opens no sockets of other networks than TCP and UDP, connects to no TCP port below 1024 (an emulated one
+to no port at all), nor to services of its machine, and neither signals, slows down nor limits other processes; a worker
+of a CPU changes no rights of files either. If a message exploits a hole in a library, its author is confined to the
+worker.
 
 :func:`confinement` describes the parts that this kernel does not support.
 """
@@ -151,7 +152,7 @@ def confinement() -> dict[str, str]:
             "those of TCP and UDP; a CPU's worker changes no rights of files"
         ),
         "sockets": _filtered(
-            "of a CPU's worker none to services of this machine (Unix streams); of an emulated device's none of networks"
+            "of a CPU's worker none to services of this machine (Unix streams); of an emulated device's no networks"
         ),
     }
 
