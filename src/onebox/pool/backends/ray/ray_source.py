@@ -33,6 +33,7 @@ from onebox.pool.backends.ray.ray_spec import (
 )
 from onebox.pool.backends.ray.ray_workers import ActorMonitor, RayWorker
 from onebox.pool.errors import WorkerLocation
+from onebox.wire.clean_text import clean
 from onebox.worker import SHARING_KEY_BYTES, START_S
 
 RESTARTS = -1
@@ -209,7 +210,7 @@ class RaySource:
     def _find(self, which: Sequence[int], end_s: float) -> None:
         """Query the actors' nodes."""
         for number, text in self._gather(which, lambda number: self._actors[number].find.remote(), end_s).items():
-            self._nodes[number] = msgspec.json.decode(text, type=NodeReport)
+            self._nodes[number] = clean(msgspec.json.decode(text, type=NodeReport))
             self._check(number)
 
     def _place(self, number: int, host: str) -> WorkerLocation:
