@@ -6,14 +6,16 @@ client, so the number of series is bounded by devices and events.
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from http.server import BaseHTTPRequestHandler
 from ipaddress import ip_address
 from socket import AF_INET, AF_INET6
 from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+from onebox.bounded_http import LOOPBACK, REQUEST_S, BoundedServer, names_host
 from onebox.errors import UsageError
 from onebox.extras import import_extra
 from onebox.wire.protocol.agents import Offer, Stock
@@ -37,7 +39,7 @@ _COUNTERS = {
 }
 """Counters of single events, beside that of all events."""
 
-_ASK_S = 2.0
+_CLOSE_S = 2.0
 _TICK_S = 0.1
 
 
@@ -85,12 +87,13 @@ class AgentMetrics:
 
 
 class MetricsServer:
-    """Metrics over HTTP, one request at a time, in a thread that :meth:`close` ends; made by :func:`serve_metrics`."""
+    """Metrics over HTTP, in threads that :meth:`close` ends; made by :func:`serve_metrics`."""
 
-    def __init__(self, server: HTTPServer) -> None:
+    def __init__(self, server: BoundedServer) -> None:
         self._server = server
-        self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="onebox-metrics", daemon=True)
+        self._thread = threading.Thread(
+            target=server.serve_forever, args=(_TICK_S,), name="onebox-metrics", daemon=True
+        )
         self._thread.start()
 
     def __enter__(self) -> Self:
@@ -109,14 +112,11 @@ class MetricsServer:
         return f"http://{shown!s}:{port}/metrics"
 
     def close(self) -> None:
-        """End the thread and free the port. Idempotent."""
-        self._stopping.set()
-        self._thread.join(2 * _ASK_S)
+        """End the threads and free the port. Idempotent."""
+        self._server.shutdown()
+        self._thread.join(_CLOSE_S)
+        self._server.end_connections(_CLOSE_S)
         self._server.server_close()
-
-    def _run(self) -> None:
-        while not self._stopping.is_set():
-            self._server.handle_request()
 
 
 def serve_metrics(
@@ -130,7 +130,7 @@ def serve_metrics(
     """Serve an agent's metrics at ``http://ADDRESS:PORT/metrics`` until the result is closed.
 
     Args:
-        stock: Returns the agent's offers; called from the server's thread.
+        stock: Returns the agent's offers; called from the server's threads, one at a time.
         counts: Returns the number of occurrences of each event.
         port: The port; 0 for any free one.
         address: An IP address of this machine. Everybody who can reach it can read the metrics.
@@ -144,7 +144,8 @@ def serve_metrics(
     registry.register(AgentMetrics(stock, counts, lost))
     try:
         family = AF_INET6 if ip_address(address).version == 6 else AF_INET
-        kind = type("_Server", (_Server,), {"address_family": family, "registry": registry})
+        names = LOOPBACK | {address} if ip_address(address).is_loopback else LOOPBACK | _names_of_this_machine()
+        kind = type("_Server", (_Server,), {"address_family": family, "registry": registry, "names": names})
         server = kind((address, port), _Handler)
     except (OSError, ValueError, OverflowError) as error:
         raise UsageError(
@@ -154,25 +155,42 @@ def serve_metrics(
     return MetricsServer(server)
 
 
-class _Server(HTTPServer):
-    timeout = _TICK_S
+def _names_of_this_machine() -> frozenset[str]:
+    """Return the names by which others may ask this machine, beside its addresses: its own, without a question to a
+    server of names."""
+    own = socket.gethostname().lower()
+    return frozenset({own, own.partition(".")[0]})
+
+
+class _Server(BoundedServer):
     registry: CollectorRegistry
+    names: frozenset[str]
+
+    def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler]) -> None:
+        self.computing = threading.Lock()
+        super().__init__(address, handler)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Ignore clients that hang up."""
 
 
 class _Handler(BaseHTTPRequestHandler):
-    timeout = _ASK_S
+    timeout = REQUEST_S
     server: _Server
 
     def do_GET(self) -> None:
         """Answer with the current metrics."""
+        loopback = ip_address(self.server.server_address[0]).is_loopback
+        if not names_host(self.headers.get("Host", ""), self.server.names, addresses=not loopback):
+            self.send_error(403, f"Ask by an IP address, or as {', '.join(sorted(self.server.names))}")
+            return
         if self.path.partition("?")[0] != "/metrics":
             self.send_error(404, "Only /metrics is here")
             return
         exposition = _prometheus("exposition")
-        text = exposition.generate_latest(self.server.registry)
+        self.server.accept(self.connection)
+        with self.server.computing:
+            text = exposition.generate_latest(self.server.registry)
         self.send_response(200)
         self.send_header("Content-Type", exposition.CONTENT_TYPE_LATEST)
         self.send_header("Content-Length", str(len(text)))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
+import secrets
 import signal
 import time
 from collections import deque
@@ -27,7 +29,7 @@ from onebox.pool.launch.worker_process import LAST_WORDS, WorkerProcess
 from onebox.reaping import KILLED_S, has_ended
 from onebox.wire import new_keys
 from onebox.wire.protocol.agents import Started
-from onebox.worker import START_S, Ports, WorkerConfig
+from onebox.worker import SHARING_KEY_BYTES, START_S, Ports, WorkerConfig
 
 STARTS = 4
 """Workers of a lease that are started in one turn: one start takes some ten milliseconds."""
@@ -190,6 +192,7 @@ class Workers:
     ) -> None:
         self._host = host
         self._bind = bind
+        self._sharing_key = secrets.token_bytes(SHARING_KEY_BYTES)
         self._advertise = advertise
         self._isolation = isolation
         self._ports = ports
@@ -439,6 +442,7 @@ class Workers:
                 owner=os.getpid(),
                 cores=crew.cores[len(crew.workers)],
                 advertise=self._advertise,
+                sharing_key=self._sharing_key_of(crew.client_key),
             )
             place = WorkerLocation(worker=len(crew.workers), host=self._host, device=share.device)
             try:
@@ -453,6 +457,11 @@ class Workers:
                 )
             crew.keys.append(keys.public)
         return None
+
+    def _sharing_key_of(self, client_key: str) -> str:
+        """Return the key of the workers that share memory: all of a client's here, in any of its leases."""
+        made = hashlib.blake2b(client_key.encode(), key=self._sharing_key, digest_size=SHARING_KEY_BYTES)
+        return made.hexdigest()
 
     def _limit(self, crew: _Crew) -> None:
         """Move the lease's fork server, once it runs, into the lease's cgroup.

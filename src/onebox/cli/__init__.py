@@ -157,7 +157,9 @@ def _explain_full(error: OSError) -> str:
 
 def _tell(status: int, message: object) -> int:
     """Print a message, with terminal escapes made visible, as it may quote another machine."""
-    text = "".join(each if each.isprintable() or each in "\n\t" else f"\\u{ord(each):04x}" for each in str(message))
+    from onebox.wire.clean_text import clean_text  # with a library of messages, which most commands do without
+
+    text = clean_text(str(message), lines=True)
     with contextlib.suppress(OSError):
         print(f"onebox: {text}", file=sys.stderr, flush=True)
     return status

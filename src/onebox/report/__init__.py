@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from onebox.report.run.metrics import MetricsLog, rewind_metrics
     from onebox.report.run.progress import Progress
     from onebox.report.run.status import RunState, RunStatus
-    from onebox.report.tables.agents import HostState, OfferRow, offer_table, printable, status_lines, status_table
+    from onebox.report.tables.agents import HostState, OfferRow, offer_table, status_lines, status_table
     from onebox.report.tables.comparison import (
         DeviceComparison,
         IslandsComparison,
@@ -70,7 +70,6 @@ __all__ = [
     "mode_table",
     "offer_table",
     "plan_device_table",
-    "printable",
     "profile_tables",
     "rewind_metrics",
     "segment_tables",
@@ -95,7 +94,6 @@ __getattr__ = lazy_names(
             "HostState",
             "OfferRow",
             "offer_table",
-            "printable",
             "status_lines",
             "status_table",
         ),

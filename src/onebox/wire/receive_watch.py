@@ -4,14 +4,18 @@ libzmq hands over a message of several parts when the last one has come, and unt
 bytes: its limits are those of one part, and of complete messages in a queue. So the kernel's count of the bytes that
 came over a TCP connection is read, and a connection that brings too many of them without a message is shut down, on
 which libzmq frees what it holds of it. Sockets of one machine have no such count: at their other end is a process that
-the user of this one has started. Nor have connections on another system than Linux, where no count is kept: a client
-there leaves it to the workers that it has leased to complete their messages.
+the user of this one has started. Descriptors are numbers that other sockets take once a connection has ended, before
+the monitor says so; so each connection is known by the cookie that the kernel gives it, besides.
+
+Connections on another system than Linux have no count either: a client there leaves it to the workers that it has
+leased to complete their messages.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import functools
 import math
 import os
@@ -29,6 +33,8 @@ _BEGINNINGS = zmq.EVENT_ACCEPTED | zmq.EVENT_CONNECTED
 _ENDS = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
 _BATCH = 64
 _CHECK_S = 1e-4  # time for each connection from one check to the next: some twenty times what it takes
+
+_COOKIE = 57  # SO_COOKIE, since Linux 4.6
 
 _RECEIVED = slice(128, 136)  # tcpi_bytes_received of struct tcp_info (linux/tcp.h), since Linux 4.1
 
@@ -86,6 +92,7 @@ class ReceiveWatch:
         self._closed = False
         self._epoll = select.epoll() if hasattr(select, "epoll") else None
         self._base: dict[int, tuple[int, float]] = {}  # bytes up to the last message, and the time, by descriptor
+        self._cookies: dict[int, int] = {}
         self._pending: dict[int, int] = {}
         self._fresh: set[int] = set()
         self._any_fresh = False
@@ -129,7 +136,7 @@ class ReceiveWatch:
             events.append(ConnectionEvent(kind, descriptor))
             if kind & (_BEGINNINGS | _ENDS):
                 self._forget(descriptor)
-            if kind & _BEGINNINGS:
+            if kind & _BEGINNINGS and _is_of(descriptor, kind, event["endpoint"]):
                 self._add(descriptor, now_s)
         return events
 
@@ -150,7 +157,7 @@ class ReceiveWatch:
             fresh |= self._base.keys()
         for descriptor in list(self._base):
             received = _received_bytes(descriptor)
-            if received is None:
+            if received is None or _cookie(descriptor) != self._cookies[descriptor]:
                 self._forget(descriptor)
                 continue
             base, since_s = self._base[descriptor]
@@ -169,7 +176,7 @@ class ReceiveWatch:
         if not self._pending:
             return []
         descriptor, size_bytes = max(self._pending.items(), key=lambda item: item[1])
-        address = _shut(descriptor)
+        address = _shut(descriptor, self._cookies[descriptor])
         self._forget(descriptor)
         return [] if address is None else [Overrun(address, size_bytes)]
 
@@ -188,9 +195,11 @@ class ReceiveWatch:
         with contextlib.suppress(OSError):  # closed meanwhile
             self._epoll.register(descriptor, select.EPOLLIN | select.EPOLLET)
             self._base[descriptor] = 0, now_s
+            self._cookies[descriptor] = _cookie(descriptor)
 
     def _forget(self, descriptor: int) -> None:
         self._base.pop(descriptor, None)
+        self._cookies.pop(descriptor, None)
         self._pending.pop(descriptor, None)
         if self._epoll is not None:
             with contextlib.suppress(OSError, ValueError):  # the kernel forgets a closed descriptor by itself
@@ -234,16 +243,44 @@ def _received_bytes(descriptor: int) -> int | None:
     return None if failed or size.value < _RECEIVED.stop else int.from_bytes(info.raw[_RECEIVED], "little")
 
 
-def _shut(descriptor: int) -> str | None:
+def _cookie(descriptor: int) -> int:
+    """Return what the kernel tells a socket apart by, from all others that there are or were; 0 for no socket."""
+    cookie, size = ctypes.c_uint64(), ctypes.c_uint32(ctypes.sizeof(ctypes.c_uint64))
+    failed = _libc().getsockopt(descriptor, sockets.SOL_SOCKET, _COOKIE, ctypes.byref(cookie), ctypes.byref(size))
+    return 0 if failed else cookie.value
+
+
+def _is_of(descriptor: int, kind: int, endpoint: bytes) -> bool:
+    """Return whether a descriptor still is what an event tells of, by the port of the event's endpoint; another socket
+    may have it by now. Without a port, or a descriptor to look with, it is taken for that."""
+    _, _, port = endpoint.rpartition(b":")
+    if not port.isdigit():
+        return True
+    try:
+        copy = os.dup(descriptor)
+    except OSError as error:
+        return error.errno != errno.EBADF
+    try:
+        with sockets.socket(fileno=copy) as found:
+            address = found.getsockname() if kind & zmq.EVENT_ACCEPTED else found.getpeername()
+    except OSError:
+        return False
+    return isinstance(address, tuple) and address[1] == int(port)
+
+
+def _shut(descriptor: int, cookie: int) -> str | None:
     """Shut down a connection; return the peer's address, or ``None`` if it has ended."""
-    listens, size = ctypes.c_int(), ctypes.c_uint32(ctypes.sizeof(ctypes.c_int))
-    option = sockets.SOL_SOCKET, sockets.SO_ACCEPTCONN, ctypes.byref(listens), ctypes.byref(size)
-    if _libc().getsockopt(descriptor, *option) or listens.value:
-        return None
-    address = "unknown"
-    with contextlib.suppress(OSError), socket_of(descriptor) as found:
-        address = str(found.getpeername()[0])
-    return None if _libc().shutdown(descriptor, sockets.SHUT_RDWR) else address
+    try:
+        with socket_of(descriptor) as found:  # which stays what it is
+            if _cookie(found.fileno()) != cookie or found.getsockopt(sockets.SOL_SOCKET, sockets.SO_ACCEPTCONN):
+                return None
+            address = str(found.getpeername()[0])
+            found.shutdown(sockets.SHUT_RDWR)
+            return address
+    except OSError as error:
+        if error.errno not in (errno.EMFILE, errno.ENFILE) or _cookie(descriptor) != cookie:
+            return None
+        return None if _libc().shutdown(descriptor, sockets.SHUT_RDWR) else "unknown"
 
 
 __all__ = ["SMALL_BYTES", "ConnectionEvent", "Overrun", "ReceiveWatch", "connection_of", "socket_of"]

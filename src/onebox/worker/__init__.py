@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from onebox.worker.optimizer.delay_compensation import AHEAD, LAST_UPDATE, PREDICTS, REMEMBERS, momentum_of
     from onebox.worker.optimizer.native import ALLOWED as OPTIMIZERS
     from onebox.worker.optimizer.native import for_each_group
-    from onebox.worker.process.config import START_S, Ports, WorkerConfig
+    from onebox.worker.process.config import SHARING_KEY_BYTES, START_S, Ports, WorkerConfig
 
 __all__ = [
     "AHEAD",
@@ -22,6 +22,7 @@ __all__ = [
     "OPTIMIZERS",
     "PREDICTS",
     "REMEMBERS",
+    "SHARING_KEY_BYTES",
     "START_S",
     "Fault",
     "Ports",
@@ -36,6 +37,6 @@ __getattr__ = lazy_names(
         "onebox.worker.faults": ("Fault",),
         "onebox.worker.optimizer.delay_compensation": ("AHEAD", "LAST_UPDATE", "PREDICTS", "REMEMBERS", "momentum_of"),
         "onebox.worker.optimizer.native": ("ALLOWED as OPTIMIZERS", "for_each_group"),
-        "onebox.worker.process.config": ("Ports", "START_S", "WorkerConfig"),
+        "onebox.worker.process.config": ("Ports", "SHARING_KEY_BYTES", "START_S", "WorkerConfig"),
     },
 )

@@ -105,6 +105,12 @@ def test_tensors_go_from_host_to_host(pool: Pool) -> None:
     assert y_BD.cpu().tolist() == [[0, 2, 6], [12, 20, 30]]
 
 
+def test_workers_of_two_agents_share_no_memory_though_they_are_on_one_machine(pool: Pool) -> None:
+    torch.ones(256, 256, device="vgpu:0").to("vgpu:1").sum().item()
+    for process in pool.process_ids[:2]:
+        assert "memfd:onebox" not in Path(f"/proc/{process}/maps").read_text()
+
+
 @pytest.mark.long
 def test_workers_of_this_machine_beside_those_of_an_agent(hosts: tuple[Host, Host], folder: Path) -> None:
     file = folder / "lab.toml"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 import urllib.request
+from contextlib import ExitStack, closing, suppress
 from http.client import HTTPConnection
 from urllib.error import HTTPError
 from urllib.parse import urlsplit
@@ -15,6 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from onebox.agent.journal import Journal
 from onebox.agent.metrics import AgentMetrics, serve_metrics
+from onebox.bounded_http import CONNECTIONS
 from onebox.errors import UsageError
 from onebox.wire.protocol.agents import Holder, Offer, Stock
 
@@ -108,6 +110,42 @@ def test_a_silent_reader_does_not_hold_up_the_end_or_the_next(monkeypatch: pytes
         port = int(urlsplit(server.url).port or 0)
         silent = socket.create_connection(("127.0.0.1", port), 5)
         with silent, urllib.request.urlopen(server.url, timeout=20) as answer:
+            assert answer.status == 200
+
+
+@pytest.mark.parametrize(
+    ("address", "host", "status"),
+    [
+        ("127.0.0.1", "localhost:1", 200),
+        ("127.0.0.1", "[::1]:9100", 200),
+        ("127.0.0.1", "evil.example", 403),
+        ("127.0.0.1", "127.0.0.1.evil.example", 403),
+        ("127.0.0.1", "192.0.2.1", 403),
+        ("127.0.0.1", "", 403),
+        ("0.0.0.0", "192.0.2.1:9100", 200),
+        ("0.0.0.0", "[2001:db8::1]", 200),
+        ("0.0.0.0", socket.gethostname(), 200),
+        ("0.0.0.0", "evil.example:9100", 403),
+    ],
+)
+def test_a_foreign_name_is_refused(address: str, host: str, status: int) -> None:
+    with serve_metrics(lambda: STOCK, dict, port=0, address=address) as server:
+        connection = HTTPConnection("127.0.0.1", int(urlsplit(server.url).port or 0), timeout=30)
+        with closing(connection):
+            connection.putrequest("GET", "/metrics", skip_host=True)
+            connection.putheader("Host", host)
+            connection.endheaders()
+            assert connection.getresponse().status == status
+
+
+def test_silent_clients_keep_nobody_out() -> None:
+    with serve_metrics(lambda: STOCK, dict, port=0) as server, ExitStack() as opened:
+        port = int(urlsplit(server.url).port or 0)
+        for _ in range(CONNECTIONS + 6):
+            slow = opened.enter_context(socket.create_connection(("127.0.0.1", port), 5))
+            with suppress(OSError):
+                slow.sendall(b"GET /metrics HTTP/1.1\r\nX: ")
+        with urllib.request.urlopen(server.url, timeout=20) as answer:
             assert answer.status == 200
 
 

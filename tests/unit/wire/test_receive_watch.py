@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ from onebox.errors import WireError
 from onebox.wire import Overrun, ReceiveWatch, channel, configure, connection_of, new_keys, receive_watch, socket_of
 from onebox.wire.channel import receive
 from tests import leaks
+from tests.waiting import until
 
 KEYS, CLIENT = new_keys(), new_keys()
 LIMIT = 1 << 20
@@ -177,10 +179,53 @@ def test_a_descriptor_that_has_become_a_file_leaves_no_copy() -> None:
     """libzmq may close a connection, and another thread open a file, before it is shut down."""
     with leaks.nothing_left():
         file = os.memfd_create("onebox-test")
-        assert receive_watch._shut(file) is None
+        assert receive_watch._shut(file, 0) is None
         with pytest.raises(OSError):
             socket_of(file)
         os.close(file)
+
+
+@pytest.mark.parametrize("when", ["while it was watched", "before it was seen to begin"])
+def test_a_socket_that_has_taken_the_number_of_an_ended_connection_is_let_alone(
+    server: Server, when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(receive_watch, "_BATCH", 1)  # others' events come before that of the end
+    seen = when == "while it was watched"
+    client = server.client()
+    client.send_multipart([b"x", b"hello"])
+    if seen:
+        server.until(lambda: bool(server.messages and server.watch._base))
+        (number,) = server.watch._base
+    else:
+        assert server.socket.poll(20_000)
+        number = connection_of(server.socket.recv_multipart(copy=False)[0])
+    end(server.clients.pop())
+    until(lambda: not os.path.exists(f"/proc/self/fd/{number}"))
+    near, far = _connected()
+    if far.fileno() == number:
+        near, far = far, near
+    elif near.fileno() != number:
+        near = socket.socket(fileno=os.dup2(near.detach(), number))
+    with near, far:
+        near.settimeout(20)
+        sending = threading.Thread(target=far.sendall, args=(bytes(4 * LIMIT),))
+        sending.start()
+        got = sum(len(near.recv(1 << 16)) for _ in range(60))
+        if not seen:
+            server.watch.attend(time.monotonic())
+        for turn in range(1, 3):
+            assert server.watch.check(time.monotonic() + turn) == []
+        while got < 4 * LIMIT:
+            part = near.recv(1 << 16)
+            assert part, "it was shut down"
+            got += len(part)
+        sending.join(20)
+
+
+def _connected() -> tuple[socket.socket, socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        near = socket.create_connection(listener.getsockname())
+        return near, listener.accept()[0]
 
 
 def test_a_connection_is_cut_off_also_where_there_is_no_descriptor_left(server: Server) -> None:

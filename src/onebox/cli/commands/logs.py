@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from onebox.cli.options.agents import LogsConfig
 from onebox.pool.backends.agents.agent_source import connect_agent
-from onebox.report import printable
+from onebox.wire.clean_text import clean_text
 
 
 def show_log(config: LogsConfig) -> None:
@@ -20,4 +20,4 @@ def show_log(config: LogsConfig) -> None:
     finally:
         line.close()
     for each in found[-config.lines :]:
-        print(printable(each))
+        print(clean_text(each))

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import tempfile
 import time
 import webbrowser
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from onebox.cli.agent_watch import HostWatch, addresses_of, close_watches
 from onebox.cli.options.agents import WatchConfig
 from onebox.errors import UsageError
+from onebox.files import put_file
 from onebox.report import HostState
 from onebox.report.page import PageSource, serve_page
 from onebox.report.page.host_offers import JOURNAL_LINES, HostOffers
@@ -29,9 +31,19 @@ def watch(config: WatchConfig) -> None:
         page = stack.enter_context(serve_page(_source(config.target), port=config.port))
         print(f"page at {page.url}  (Ctrl-C ends it)", flush=True)
         if config.open:
-            webbrowser.open(page.url)
+            webbrowser.open(stack.enter_context(_private_link(page.url)))
         while True:
             time.sleep(_EVERY_S)  # and not for an event: on Windows, Ctrl-C does not interrupt that
+
+
+@contextlib.contextmanager
+def _private_link(url: str) -> Iterator[str]:
+    """Return the address of a file that leads to a page, and that only this user can read: other users see the command
+    lines of programs, such as a browser's."""
+    with tempfile.TemporaryDirectory(prefix="onebox-page-") as folder:
+        file = Path(folder, "page.html")
+        put_file(file, f'<meta http-equiv="refresh" content="0; url={url}">\n'.encode())
+        yield file.as_uri()
 
 
 def _source(target: str | None) -> PageSource:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Mapping, Sequence
 
 from onebox.pool.backends.base import LOOPBACK, WorkerHandle, end_all
@@ -13,7 +14,7 @@ from onebox.pool.launch.fork_server import OWN
 from onebox.pool.launch.socket_folder import SocketFolder
 from onebox.pool.launch.worker_process import WorkerProcess
 from onebox.wire import new_keys
-from onebox.worker import Fault, WorkerConfig
+from onebox.worker import SHARING_KEY_BYTES, Fault, WorkerConfig
 
 
 class LocalSource:
@@ -44,6 +45,7 @@ class LocalSource:
         self._faults = faults or {}
         self._folders: list[SocketFolder] = []
         self._first = 0
+        self._sharing_key = secrets.token_hex(SHARING_KEY_BYTES)
         self._core_allocator = CoreAllocator()
         self._cores: tuple[tuple[int, ...], ...] = ()
 
@@ -99,6 +101,7 @@ class LocalSource:
             sharing=request.sharing,
             owner=os.getpid(),
             cores=self._cores[number - self._first],
+            sharing_key=self._sharing_key,
         )
         place = WorkerLocation(worker=number, host=LOCAL_HOST, device=request.device)
         worker = WorkerProcess(place, config, spawner=OWN)

@@ -8,6 +8,8 @@ import select
 import threading
 from typing import IO
 
+from onebox.wire.clean_text import clean_text
+
 KEPT_BYTES = 64 << 10
 """Bytes that are kept, the last ones."""
 
@@ -60,7 +62,7 @@ class StderrTail:
             raise
 
     def text(self, last: int) -> str:
-        """Return the end of what the process has written until now.
+        """Return the end of what the process has written until now, cleaned of what would steer a terminal.
 
         Args:
             last: Most bytes.
@@ -69,7 +71,7 @@ class StderrTail:
             taken = 0
             while taken <= _PIPE_BYTES and (came := self._take()):
                 taken += came
-            return self._kept[-last:].decode(errors="replace").strip()
+            return clean_text(self._kept[-last:].decode(errors="replace").strip(), lines=True)
 
     @property
     def closed(self) -> bool:

@@ -1,9 +1,8 @@
 """The server of the page: static files, and the state of a source as server-sent events, on loopback.
 
-Only who knows the token in the address gets anything, and only by GET. A host name other than that of loopback is
-refused, so that no foreign page reaches it under a name of its own (DNS rebinding). The number of clients is bounded;
-each has at most one message on its way, as a client that reads slowly gets the newest state and not all of them. While
-nobody looks the source is not asked.
+Only who knows the token in the address gets anything, and only by GET, under a name of loopback. The number of clients
+is bounded, and those without the token keep out nobody who knows it; each has at most one message on its way, as a
+client that reads slowly gets the newest state and not all of them. While nobody looks the source is not asked.
 
 Format of the events: https://html.spec.whatwg.org/multipage/server-sent-events.html
 """
@@ -13,22 +12,20 @@ from __future__ import annotations
 import contextlib
 import hmac
 import logging
-import os
 import secrets
-import socket
 import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
 from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from importlib.resources import files
-from socketserver import TCPServer
 from types import TracebackType
 from typing import Any, Protocol, Self
 
 import msgspec
 
+from onebox.bounded_http import LOOPBACK, REQUEST_S, BoundedServer, names_host
 from onebox.errors import UsageError
 from onebox.report.page.state import PageState
 
@@ -36,9 +33,6 @@ _LOG = logging.getLogger("onebox")
 
 ADDRESS = "127.0.0.1"
 """The only address of the page: other machines reach it through a tunnel."""
-
-HOSTS = frozenset({"127.0.0.1", "localhost", "[::1]"})
-"""Names of loopback in the header ``Host``; a tunnel may have another port."""
 
 EVERY_S = 1.0
 """Interval between two states."""
@@ -48,12 +42,6 @@ HEARTBEAT_S = 5.0
 
 STREAMS = 16
 """The most clients that get events at once."""
-
-CONNECTIONS = 64
-"""The most connections at once."""
-
-SILENT_S = 10.0
-"""Longest wait for a client to send its request, or to take what it is sent."""
 
 POLL_S = 0.5
 """Longest time until a server that is to end accepts no further connection."""
@@ -296,53 +284,14 @@ def static_files() -> Mapping[str, tuple[str, bytes]]:
     return found
 
 
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True
-    request_queue_size = 32
-    allow_reuse_address = os.name != "nt"  # on Windows two servers would get the same port
+class _Server(BoundedServer):
     feed: StateFeed
 
     def __init__(self, port: int) -> None:
         self.token = secrets.token_urlsafe(24)
         self.files = static_files()
         self.streams = threading.BoundedSemaphore(STREAMS)
-        self._open: set[socket.socket] = set()
-        self._lock = threading.Condition()
         super().__init__((ADDRESS, port), _Handler)
-
-    def server_bind(self) -> None:
-        """Bind without asking for the host's name, as the base class does."""
-        TCPServer.server_bind(self)
-        self.server_name, self.server_port = self.server_address[:2]  # type: ignore[assignment]
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        """Handle a connection in a thread of its own; hang up where there are too many."""
-        with self._lock:
-            if len(self._open) >= CONNECTIONS:
-                self.shutdown_request(request)
-                return
-            self._open.add(request)
-        super().process_request(request, client_address)
-
-    def close_request(self, request: Any) -> None:
-        """Close a connection."""
-        super().close_request(request)
-        with self._lock:
-            self._open.discard(request)
-            self._lock.notify_all()
-
-    def end_connections(self, within_s: float) -> None:
-        """Let the connections end by themselves for a moment, then hang up.
-
-        Args:
-            within_s: Longest wait.
-        """
-        with self._lock:
-            if not self._lock.wait_for(lambda: not self._open, within_s / 5):
-                for request in self._open:
-                    with contextlib.suppress(OSError):
-                        request.shutdown(socket.SHUT_RDWR)
-                self._lock.wait_for(lambda: not self._open, within_s)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Ignore clients that hang up; log other errors."""
@@ -352,7 +301,7 @@ class _Server(ThreadingHTTPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    timeout = SILENT_S
+    timeout = REQUEST_S
     server: _Server
 
     def do_GET(self) -> None:
@@ -377,8 +326,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _asked(self) -> str | None:
         """Return the name of what is asked for, ``index.html`` where it is empty; refuse who may not ask."""
-        host = self.headers.get("Host", "")
-        if host.rpartition(":")[0] not in HOSTS and host not in HOSTS:
+        if not names_host(self.headers.get("Host", ""), LOOPBACK):
             self._refuse(HTTPStatus.FORBIDDEN, "the page is for this machine alone")
             return None
         parts = self.path.partition("?")[0].split("/")
@@ -386,6 +334,7 @@ class _Handler(BaseHTTPRequestHandler):
         if not hmac.compare_digest(token.encode(errors="replace"), self.server.token.encode()) or len(parts) != 3:
             self._refuse(HTTPStatus.NOT_FOUND, "the address needs the token that was printed with it")
             return None
+        self.server.accept(self.connection)
         return parts[2] or "index.html"
 
     def _events(self) -> None:

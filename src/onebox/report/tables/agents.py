@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from onebox.sizes import size_text
+from onebox.wire.clean_text import clean_text
 from onebox.wire.protocol.agents import Holder, Offer, Stock
 
 _NAMED = 4
@@ -88,11 +89,11 @@ def status_lines(hosts: Sequence[HostState]) -> list[str]:
         >>> status_lines([HostState(address="lab1:7171", problem="no answer from lab1:7171")])
         ['no answer from lab1:7171', '1 agent, 0 of them seen; 0 devices']
     """
-    lines = [printable(state.problem) for state in hosts if state.problem]
+    lines = [clean_text(state.problem) for state in hosts if state.problem]
     stocks = [state.stock for state in hosts if state.stock is not None]
     for state in hosts:
         if state.stock is not None and state.stock.queue:
-            lines.append(f"{state.address}: waiting, the first first: {printable(_waiting(state.stock.queue))}")
+            lines.append(f"{state.address}: waiting, the first first: {clean_text(_waiting(state.stock.queue))}")
     offers = [offer for stock in stocks for offer in stock.offers]
     seen = "" if len(stocks) == len(hosts) else f", {len(stocks)} of them seen"
     total = f"{_count(len(hosts), 'agent')}{seen}; {_count(len(offers), 'device')}"
@@ -176,16 +177,6 @@ def _count(number: int, what: str) -> str:
     return f"{number} {what}{'' if number == 1 else 's'}"
 
 
-def printable(text: str) -> str:
-    r"""Return a text from others with terminal control characters escaped.
-
-    Example:
-        >>> printable("a\x1b[2Jb")
-        'a\\u001b[2Jb'
-    """
-    return "".join(each if each.isprintable() else f"\\u{ord(each):04x}" for each in text)
-
-
 def load_text(load: float) -> str:
     """Format a load: a fraction of time, or ``-`` where unknown."""
     return f"{100 * load:.0f} %" if 0 <= load < 100 else "-"
@@ -210,14 +201,14 @@ def _machine(address: str) -> str:
 
 def _plain(text: str) -> Text:
     """Return a cell: rich would read a plain string's square brackets as markup."""
-    return Text(printable(text))
+    return Text(clean_text(text))
 
 
 def _held(holders: Sequence[Holder], *, narrow: bool) -> Text:
     """List the holders of a device; workers of one client are counted."""
     by_client: dict[str, list[Holder]] = {}
     for each in holders:
-        by_client.setdefault(printable(each.client), []).append(each)
+        by_client.setdefault(clean_text(each.client), []).append(each)
     lines = [_holding(client, held, narrow=narrow) for client, held in list(by_client.items())[:_NAMED]]
     if len(by_client) > _NAMED:
         lines.append(f"and {len(by_client) - _NAMED} more")

@@ -1,10 +1,10 @@
 """Protocol between a client and an agent, which leases the devices of its host and starts workers on them.
 
-One message is one frame, strictly decoded and bounded by :data:`MESSAGE_BYTES`; no tensors are sent here. A client
-precedes each message by a frame with a token of :data:`TOKEN_BYTES` that identifies its session; it numbers its
-requests, and the reply repeats the number; an agent's other messages concern a lease. The agent is the CURVE server,
-and accepts keys that were paired with it. Workers have separate channels, with separate keys, which are part of the
-lease.
+One message is one frame, strictly decoded, with its texts cleaned, and bounded by :data:`MESSAGE_BYTES`; no tensors are
+sent here. A client precedes each message by a frame with a token of :data:`TOKEN_BYTES` that identifies its session; it
+numbers its requests, and the reply repeats the number; an agent's other messages concern a lease. The agent is the
+CURVE server, and accepts keys that were paired with it. Workers have separate channels, with separate keys, which are
+part of the lease.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import msgspec
 from msgspec import Struct
 
 from onebox.errors import WireError
+from onebox.wire.clean_text import clean
 
 AGENT_PROTOCOL = 5
 """Version of everything in this file; both sides must agree."""
@@ -435,6 +436,6 @@ def _decode(decoder: msgspec.msgpack.Decoder[Any], frame: bytes, what: str) -> A
     if len(frame) > MESSAGE_BYTES:
         raise WireError(f"{what} of {len(frame)} bytes; allowed are {MESSAGE_BYTES}")
     try:
-        return decoder.decode(frame)
+        return clean(decoder.decode(frame))
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise WireError(f"{what} that is not of this protocol: {error}") from None

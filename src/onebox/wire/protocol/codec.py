@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from onebox.errors import WireError
+from onebox.wire.clean_text import clean
 from onebox.wire.protocol.requests import Envelope
 from onebox.wire.protocol.responses import WorkerMessage
 
@@ -79,10 +80,10 @@ def decode_envelope(parts: Sequence[Any]) -> tuple[Envelope, Sequence[Any]]:
 
 
 def decode_worker_message(parts: Sequence[Any]) -> tuple[WorkerMessage, Sequence[Any]]:
-    """Decode a worker's message; return it with its element frames.
+    """Decode a worker's message, with its texts cleaned; return it with its element frames.
 
     Raises:
         WireError: It breaks the protocol or its limits.
     """
     message: WorkerMessage = _decode(_messages, parts, "a worker's message")
-    return message, parts[1:]
+    return clean(message), parts[1:]

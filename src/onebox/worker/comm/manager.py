@@ -22,9 +22,9 @@ from onebox.worker.comm.emulated_links import EmulatedLinks
 from onebox.worker.comm.hybrid import HybridGroup
 from onebox.worker.comm.nccl import REACH, NcclGroup
 from onebox.worker.comm.reachability import require_reachable
-from onebox.worker.comm.shm.gpu_sender import shm_copier_for
+from onebox.worker.comm.shm.gpu_sender import ShmCopier, shm_copier_for
 from onebox.worker.comm.shm.group import ShmGroup
-from onebox.worker.comm.shm.rendezvous import find_shm_peers
+from onebox.worker.comm.shm.rendezvous import ShmPeers, find_shm_peers
 from onebox.worker.comm.shm.segment import supported
 from onebox.worker.comm.tls_mesh import GroupNetwork, connect_mesh
 from onebox.worker.comm.torch_dist import GlooGroup
@@ -52,6 +52,7 @@ class GroupManager:
             the client names, where it is the owner.
         network: Where workers of other hosts find this one, beside that address.
         quota_bytes: Most bytes of the worker's buffers, which limits the memory that it shares; 0 for no limit.
+        sharing_key: See :func:`find_shm_peers`.
     """
 
     def __init__(
@@ -63,7 +64,9 @@ class GroupManager:
         address: str = "",
         network: GroupNetwork | None = None,
         quota_bytes: int = 0,
+        sharing_key: bytes = b"",
     ) -> None:
+        self._sharing_key = sharing_key
         self._network = network or GroupNetwork()
         self._shared = SharedMemoryQuota(quota_bytes)
         self._channel = channel
@@ -106,6 +109,7 @@ class GroupManager:
                     self._emulated_links,
                     shared=self._shared,
                     network=self._network,
+                    sharing_key=self._sharing_key,
                     connections=lambda: self._sockets.state(form.group),
                 )
                 self._groups[form.group] = group
@@ -257,6 +261,7 @@ def form_group(
     *,
     shared: SharedMemoryQuota | None = None,
     network: GroupNetwork | None = None,
+    sharing_key: bytes = b"",
     connections: Callable[[], ConnectionState] = lambda: ConnectionState(False, 0),
 ) -> WorkerGroup:
     """Join a group.
@@ -269,6 +274,7 @@ def form_group(
         emulated_links: State of this worker's emulated links.
         shared: Limit of the memory that it shares; none by default.
         network: Where workers of other hosts find this one, beside the group's address.
+        sharing_key: See :func:`find_shm_peers`.
         connections: Returns the state of the group's connections, once it has formed.
 
     Raises:
@@ -284,13 +290,23 @@ def form_group(
         relay = ChannelRelay(channel, form.group)
         return _by_sockets(form, store, accelerator, progress, network, relay, connections)
 
+    copier = shm_copier_for(accelerator)
+
+    def peers() -> ShmPeers | None:
+        if not (form.shared and supported()):
+            return None
+        return find_shm_peers(form, store, paged=copier is not None, sharing_key=sharing_key)
+
+    def by_host() -> WorkerGroup:
+        return _by_host(form, accelerator, progress, emulated_links, shared, copier, peers(), by_sockets)
+
     with progress.wait():
         if form.rank not in form.nccl:
-            return _by_host(form, store, accelerator, progress, emulated_links, shared, by_sockets)
+            return by_host()
         everybody = len(form.nccl) == form.size
         if everybody and form.size <= 2 * REACH + 1:
             return _by_nccl(form, store, accelerator, progress)
-        whole = _by_host(form, store, accelerator, progress, emulated_links, shared, by_sockets)
+        whole = by_host()
         try:
             near = _by_nccl(form, store, accelerator, progress)
         except BaseException:
@@ -315,16 +331,15 @@ def _by_nccl(form: FormGroup, store: ChannelStore, accelerator: Accelerator, pro
 
 def _by_host(
     form: FormGroup,
-    store: ChannelStore,
     accelerator: Accelerator,
     progress: WorkerProgress,
     emulated_links: EmulatedLinks,
     shared: SharedMemoryQuota | None,
+    copier: ShmCopier | None,
+    met: ShmPeers | None,
     by_sockets: Callable[[], GlooGroup],
 ) -> WorkerGroup:
     """Join a group through memory where it is shared, and sockets."""
-    copier = shm_copier_for(accelerator)
-    met = find_shm_peers(form, store, paged=copier is not None) if form.shared and supported() else None
     near = None if met is None else ShmGroup(form, met, accelerator, progress, emulated_links, copier, shared)
     if near is not None and met is not None and len(met.memories) == form.size:
         return near
@@ -352,9 +367,9 @@ def _by_sockets(
     connections: Callable[[], ConnectionState],
 ) -> GlooGroup:
     if form.links:
-        raise WireError("links can be emulated in groups of one Linux host with x86-64 only")
+        raise WireError("links can be emulated in groups of one agent's workers, on a Linux host with x86-64, only")
     if accelerator.device.type == "meta":
-        raise RankLost("a worker that does not compute can only be in a group of one host's CPU and sim devices")
+        raise RankLost("a worker that does not compute can only be in a group of one agent's CPU and sim devices")
     links, network = None, network or GroupNetwork()
     if form.backend == "gloo-tls":
         address, advertised = forwarded_address(form.address, network.bound)

@@ -98,6 +98,7 @@ class Executor:
         address: The address of this host at which workers of others connect to this one; empty for the client's
             choice.
         network: Where workers of other hosts find this one, beside that address.
+        sharing_key: A secret of the workers that share memory with it.
     """
 
     def __init__(
@@ -111,6 +112,7 @@ class Executor:
         between: Callable[[], None] | None = None,
         address: str = "",
         network: GroupNetwork | None = None,
+        sharing_key: bytes = b"",
     ) -> None:
         self.progress = WorkerProgress()
         self.graphs = GraphMemory(device.accelerator)
@@ -126,7 +128,13 @@ class Executor:
         self._eager = EagerExecutor(device, self.store, self._definitions, self.progress, self._fail)
         accelerator = device.accelerator
         self._groups = GroupManager(
-            channel, accelerator, self.progress, address=address, network=network, quota_bytes=quota_bytes
+            channel,
+            accelerator,
+            self.progress,
+            address=address,
+            network=network,
+            quota_bytes=quota_bytes,
+            sharing_key=sharing_key,
         )
         self._owed: dict[int, tuple[int, ...]] = {}  # groups of the routines that could not be defined
         self._snapshots = SnapshotService(accelerator, self.store, self.host, self._groups, self._definition, faults)

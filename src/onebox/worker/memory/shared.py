@@ -18,6 +18,10 @@ LEAST_BYTES = 64 << 20
 wait there until they are read, and those that were received may stay there."""
 
 
+LENT_STORAGES: set[int] = set()
+"""Storages of tensors that lie in the memory of other workers, who could change them: by PyTorch's addresses."""
+
+
 def shared_limit_bytes(quota_bytes: int) -> int:
     """Return the most bytes that a worker with a quota may share; 0 for no limit."""
     return SHARED_SHARE * quota_bytes + LEAST_BYTES if quota_bytes else 0

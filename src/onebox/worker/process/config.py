@@ -10,6 +10,10 @@ START_S = 90.0
 """How long a worker may take until its ports are bound, mostly for the import of torch."""
 
 
+SHARING_KEY_BYTES = 32
+"""Length of a key of workers that share memory."""
+
+
 class WorkerConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Configuration of a worker, written to its standard input by its parent as one line of JSON.
 
@@ -29,6 +33,7 @@ class WorkerConfig(Struct, frozen=True, forbid_unknown_fields=True):
         owner: Process id of the owner with which it ends; 0 for its parent.
         cores: Cores of its operators; empty for any.
         sharing: Workers of its pool on its GPU; each has an equal part of the memory unless it has a quota.
+        sharing_key: A secret of the workers that share memory with it: those of its owner for one client.
         advertise: The address of this host at which workers of others connect to this one; empty for ``address``, or
             for what the client says where that is a folder: it is on this machine then, and has started this worker.
     """
@@ -48,6 +53,7 @@ class WorkerConfig(Struct, frozen=True, forbid_unknown_fields=True):
     cores: tuple[int, ...] = ()
     sharing: int = 1
     advertise: str = ""
+    sharing_key: str = ""
 
     @property
     def group_address(self) -> str:

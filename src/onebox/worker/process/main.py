@@ -123,6 +123,7 @@ class WorkerServer:
             between=self._send_complete,
             address=config.group_address,
             network=_group_network(config),
+            sharing_key=bytes.fromhex(config.sharing_key),
         )
         self._watcher = HeartbeatThread(
             self._context,

@@ -5,7 +5,8 @@ has returned. A client names operators one by one, with any arguments. So an ope
 it runs, in programs as well as in eager calls; one that is not there runs as it is, at no cost.
 
 Shapes are checked in the first call, and again when the shapes, types or strides of tensors, or other arguments, differ
-from the call before. Elements of index tensors are checked in every call.
+from the call before. Elements of index tensors are checked in every call. Elements that decide where a kernel reads or
+writes are in memory of this process: tensors in that of other workers are copied before.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch._ops import OpOverload
 from onebox.errors import WireError
 from onebox.wire.program import DType, LayoutArgument, MemoryFormat
 from onebox.wire.tensors import is_dense
+from onebox.worker.memory.shared import LENT_STORAGES
 from onebox.worker.sandbox.argument_rules import RULES, Arguments, Rules
 from onebox.worker.sandbox.overlaps import require_apart
 
@@ -44,6 +46,9 @@ _WINDOWS = frozenset({"kernel_size", "dilation", "padding", "output_padding", "p
 """Arguments that say where windows lie; of an operator that has a ``size``, a stride is one of memory."""
 
 _WIDEST = 1 << 30
+
+_BY_ELEMENTS = frozenset({"index_put", "index_put_"})
+"""Operators that count elements before they write, beside those whose results have sizes that elements decide."""
 
 _UNDEFINED = frozenset({"attn_bias", "cum_seq_q", "cum_seq_k", "philox_seed", "philox_offset"})
 """Tensors that gradients of attention on GPUs do without if forward did."""
@@ -133,10 +138,39 @@ def guarded(operator: OpOverload, run: Run) -> Run:
     elif torch.Tag.dynamic_output_shape in operator.tags:
         run = _Finished(operator, run, _finish_rest)
     rules = rules_of(operator)
-    return run if rules is None else _Guard(operator, run, rules)
+    if rules is not None:
+        run = _Guard(operator, run, rules)
+    by_elements = base in _BY_ELEMENTS or torch.Tag.dynamic_output_shape in operator.tags
+    return _Owned(operator, run) if by_elements or (rules is not None and rules.elements is not None) else run
 
 
 # ---- checks
+
+
+class _Owned:
+    """An operator that reads elements to find out where it reads or writes: another process must not change them
+    meanwhile, so that it gets copies of the tensors that one could change."""
+
+    def __init__(self, operator: OpOverload, run: Run) -> None:
+        arguments = operator._schema.arguments
+        written = {one.name for one in arguments if one.alias_info is not None and one.alias_info.is_write}
+        self._run = run
+        self._read = [one.name not in written for one in arguments]
+        self._names = {one.name for one in arguments} - written
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if LENT_STORAGES:
+            args = tuple(_own(value) if read else value for value, read in zip(args, self._read, strict=False))
+            kwargs = {name: _own(value) if name in self._names else value for name, value in kwargs.items()}
+        return self._run(*args, **kwargs)
+
+
+def _own(value: Any) -> Any:
+    """Return an argument with copies of tensors that are in the memory of other workers."""
+    if isinstance(value, list | tuple):
+        return [_own(item) for item in value]
+    lent = isinstance(value, Tensor) and value.untyped_storage()._cdata in LENT_STORAGES
+    return value.clone() if lent else value
 
 
 class _Guard:

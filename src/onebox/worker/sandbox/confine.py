@@ -1,9 +1,10 @@
 """Confinement: a worker gives up unneeded rights before it processes any client message.
 
 It drops all privileges, starts no program and no process, writes no file, reads only files that Python, torch and the
-drivers need, connects to no TCP port below 1024 (an emulated one on its client's machine to no port at all), nor to
-services of its machine, and neither signals, slows down nor limits other processes; a worker of a CPU changes no rights
-of files either. If a message exploits a hole in a library, its author is confined to the worker.
+drivers need, opens no sockets of other networks than TCP and UDP, connects to no TCP port below 1024 (an emulated one
+to no port at all), nor to services of its machine, and neither signals, slows down nor limits other processes; a worker
+of a CPU changes no rights of files either. If a message exploits a hole in a library, its author is confined to the
+worker.
 
 :func:`confinement` describes the parts that this kernel does not support.
 """
@@ -93,7 +94,8 @@ def confine(device: str, address: str, *, memory_bytes: int = 0, threads: int = 
 
 
 def confine_sockets(device: str) -> dict[str, str]:
-    """Give up sockets to other services of this machine, in all threads, once the worker's own sockets listen.
+    """Give up sockets to other services of this machine, in all threads, once the worker's own sockets listen; an
+    emulated device's worker gives up those of networks, too, as its groups share memory.
 
     Workers of GPUs keep them: MPS talks to its clients through Unix sockets (CUDA's documentation, "Multi-Process
     Service", ``CUDA_MPS_PIPE_DIRECTORY``), and it does not say which sockets the driver's other services need.
@@ -104,7 +106,9 @@ def confine_sockets(device: str) -> dict[str, str]:
     Returns:
         The state of the part, as :func:`confine` returns it; empty where nothing is given up.
     """
-    return {} if needs_driver(device) else {"sockets": _filter(seccomp.socket_program)}
+    if needs_driver(device):
+        return {}
+    return {"sockets": _filter(lambda: seccomp.socket_program(networks=device != "sim"))}
 
 
 def memory_limit_bytes(memory_bytes: int, threads: int) -> int:
@@ -144,10 +148,12 @@ def confinement() -> dict[str, str]:
         "ports": _since(abi, _PORTS_SINCE, f"of TCP only from {PORTS.start} on; UDP is as it was", "6.7"),
         "signals": _since(abi, 6, "none to processes outside", "6.12"),
         "system calls": _filtered(
-            "those that start processes, or that inspect, signal or slow down others, fail; a CPU's worker changes no "
-            "rights of files"
+            "those that start processes, or that inspect, signal or slow down others, fail; sockets of networks are "
+            "those of TCP and UDP; a CPU's worker changes no rights of files"
         ),
-        "sockets": _filtered("of a CPU's worker none to services of this machine (Unix streams)"),
+        "sockets": _filtered(
+            "of a CPU's worker none to services of this machine (Unix streams); of an emulated device's no networks"
+        ),
     }
 
 

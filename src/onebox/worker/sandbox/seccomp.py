@@ -108,12 +108,13 @@ CPU_REFUSED = {
     "fchmodat": 268,
     "utimensat": 280,
     "fchmodat2": 452,
+    "flock": 73,
     "setxattrat": 463,
     "removexattrat": 466,
     "file_setattr": 469,
 }
 """Also refused to workers without a driver: shared memory and semaphores of System V, which other processes of the user
-may have, and what changes the rights, owners, times and attributes of files, which Landlock does not restrict
+may have, and what locks files or changes their rights, owners, times and attributes, which Landlock does not restrict
 (``landlock(7)``). CUDA's documentation does not say that its driver and its services do without them."""
 
 OWN_THREAD = {"prlimit64": 302, "move_pages": 279}
@@ -126,17 +127,33 @@ SCHEDULER = {"sched_setaffinity": 203, "sched_setscheduler": 144, "sched_setpara
 OWN_PROCESS = {"kill": 62, "tgkill": 234, "rt_sigqueueinfo": 129, "rt_tgsigqueueinfo": 297}
 """Signals: allowed where the first argument is the id of this process."""
 
-_CLONE, _CLONE3, _SETPRIORITY, _MBIND, _FCNTL, _IOCTL, _SOCKET = 56, 435, 141, 237, 72, 16, 41
+_CLONE, _CLONE3, _SETPRIORITY, _MBIND, _FCNTL, _IOCTL, _SOCKET, _SETSOCKOPT = 56, 435, 141, 237, 72, 16, 41, 54
 _CLONE_THREAD, _CLONE_NEWUSER = 0x00010000, 0x10000000
 _MPOL_MF_MOVE_ALL = 1 << 2  # pages that other processes use, too
-_OWNERS = {_FCNTL: (8, 15), _IOCTL: (0x8901, 0x8902)}
-"""Commands that name the process that gets a signal when a file is ready: ``F_SETOWN``, ``F_SETOWN_EX``; ``FIOSETOWN``,
-``SIOCSPGRP``."""
+_COMMANDS = {_FCNTL: (8, 15, 1024, 1026), _IOCTL: (0x8901, 0x8902)}
+"""Refused commands: those that name the process that gets a signal when a file is ready (``F_SETOWN``, ``F_SETOWN_EX``;
+``FIOSETOWN``, ``SIOCSPGRP``), and those that delay or observe who opens a file (``F_SETLEASE``, ``F_NOTIFY``)."""
+
+_LOCKS = (6, 7, 37, 38)
+"""Commands of ``fcntl`` that lock parts of a file, which :data:`CPU_REFUSED` has as ``flock`` for a whole one."""
 
 FAMILIES = (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6, socket.AF_NETLINK)
 """Families of sockets that stay; the C library lists network interfaces by the last."""
 
+_NETWORKS = (socket.AF_INET, socket.AF_INET6)
+PROTOCOLS = (0, socket.IPPROTO_TCP, socket.IPPROTO_UDP)
+KINDS = (socket.SOCK_STREAM, socket.SOCK_DGRAM)
+"""Protocols and types of network sockets that stay. Landlock knows the ports of TCP only: MPTCP, SMC and SCTP have the
+same ports, or ports of their own, and no rules."""
+
 _TYPE_BITS = 0xF  # of a socket's type, without flags
+
+_FLAGS = {"sendto": (44, 3), "sendmsg": (46, 2), "sendmmsg": (307, 3)}
+_FAST_OPEN = 0x20000000
+"""Numbers and flags' places of the calls that send messages; and the flag by which they connect, past Landlock's
+rules."""
+
+_TCP_ULP = 31  # an option of TCP's sockets that changes what they are
 
 _ARCHITECTURE = 0xC000003E  # AUDIT_ARCH_X86_64
 _X32 = 0x40000000  # another numbering of this processor's calls
@@ -197,19 +214,43 @@ def program(*, gpu: bool, process: int) -> bytes:
     code += _on(_CLONE, [_load(0), (_BITS, 1, 0, _CLONE_NEWUSER), (_BITS, 1, 0, _CLONE_THREAD), _REFUSE, _PASS])
     code += _on(_SETPRIORITY, [_load(0), (_EQUAL, 1, 0, os.PRIO_PROCESS), _REFUSE, _load(1), *_equal([0])])
     code += _on(_MBIND, [_load(5), (_BITS, 0, 1, _MPOL_MF_MOVE_ALL), _REFUSE, _PASS])
-    for number, commands in _OWNERS.items():
-        code += _on(number, _but(1, commands))
+    for number, commands in _COMMANDS.items():
+        code += _on(number, _but(1, commands if gpu or number != _FCNTL else (*commands, *_LOCKS)))
+    code += _on(_SOCKET, _sockets())
+    for number, place in _FLAGS.values():
+        code += _on(number, [_load(place), (_BITS, 0, 1, _FAST_OPEN), _REFUSE, _PASS])
+    code += _on(_SETSOCKOPT, [_load(1), (_EQUAL, 1, 0, socket.IPPROTO_TCP), _PASS, *_but(2, [_TCP_ULP])])
     return _packed(code)
 
 
-def socket_program() -> bytes:
+def _sockets() -> list[_Line]:
+    """Return the decision on a new socket: of TCP and UDP, of this machine, or of the kernel's lists of networks."""
+    stream, datagram = KINDS
+    network = [
+        _load(1),
+        (_AND, 0, 0, _TYPE_BITS),
+        (_EQUAL, 2, 0, stream),
+        (_EQUAL, 1, 0, datagram),
+        _REFUSE,
+        _load(2),
+        *_equal(PROTOCOLS),
+    ]
+    others = _equal(family for family in FAMILIES if family not in _NETWORKS)
+    one, two = _NETWORKS
+    return [_load(0), (_EQUAL, 1, 0, one), (_EQUAL, 0, len(network), two), *network, *others]
+
+
+def socket_program(*, networks: bool = True) -> bytes:
     """Return the filter of sockets, which refuses others than those of networks, and datagrams on this machine.
 
     Services of a machine, such as a container engine, a message bus or a display, listen on Unix sockets of streams or
     of packets in sequence; to a file's socket a process may connect whatever Landlock says. Workers find each other's
     memory by datagrams. A listening socket accepts connections as before.
+
+    Args:
+        networks: Whether those of networks, and the lists of them, stay.
     """
-    others = _equal(family for family in FAMILIES if family != socket.AF_UNIX)
+    others = _equal(family for family in FAMILIES if networks and family != socket.AF_UNIX)
     datagrams = [_load(1), (_AND, 0, 0, _TYPE_BITS), *_equal([socket.SOCK_DGRAM])]
     by_family = [_load(0), (_EQUAL, 0, len(datagrams), socket.AF_UNIX), *datagrams, *others]
     return _packed([(_LOAD, 0, 0, 0), *_on(_SOCKET, by_family)])

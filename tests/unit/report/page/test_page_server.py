@@ -9,16 +9,18 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 
+from onebox import bounded_http
 from onebox.errors import UsageError
 from onebox.report.page import page_server
 from onebox.report.page.page_server import PageServer, serve_page, static_files
 from onebox.report.page.state import EventView, Head, PageState, RunNumbers
+from tests.waiting import until
 
 PATIENCE_S = 20.0
 LARGEST_BYTES = 300_000
@@ -274,15 +276,50 @@ def test_one_who_does_not_read_is_given_up(quick: None, monkeypatch: pytest.Monk
 
 
 def test_too_many_connections_are_hung_up_on(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(page_server, "CONNECTIONS", 2)
+    monkeypatch.setattr(bounded_http, "CONNECTIONS", 2)
     with serve_page(Counting()) as page:
-        silent = [socket.create_connection(("127.0.0.1", place_of(page)[0]), PATIENCE_S) for _ in range(2)]
+        streams = [Stream(page) for _ in range(2)]
         try:
             with suppress(OSError, http.client.HTTPException):
                 assert ask(page)[0] != 200
         finally:
-            for each in silent:
+            for each in streams:
                 each.close()
+
+
+def test_who_does_not_know_the_token_keeps_out_nobody_who_does(quick: None) -> None:
+    with serve_page(Counting()) as page, ExitStack() as opened:
+        stream = opened.enter_context(closing(Stream(page)))
+        place = "127.0.0.1", place_of(page)[0]
+        slow = [opened.enter_context(socket.create_connection(place, PATIENCE_S)) for _ in range(70)]
+        for each in slow[-60:]:
+            with suppress(OSError):
+                each.sendall(b"GET /x/ HTTP/1.1\r\nX: ")
+        assert ask(page)[0] == 200
+        before = stream.sections()["run"]["step"]
+        until(lambda: stream.sections()["run"]["step"] > before)
+        assert slow[0].recv(1) == b"", "the oldest has made room"
+
+
+def test_a_request_that_comes_slowly_is_hung_up_on(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bounded_http, "REQUEST_S", 0.2)
+    with (
+        serve_page(Counting()) as page,
+        socket.create_connection(("127.0.0.1", place_of(page)[0]), PATIENCE_S) as slow,
+    ):
+        slow.sendall(b"GET / HTTP/1.1\r\n")
+
+        def hung_up() -> bool:
+            try:
+                slow.sendall(b"X")
+                return not slow.recv(1)
+            except TimeoutError:
+                return False
+            except OSError:
+                return True
+
+        slow.settimeout(0.05)
+        until(hung_up)
 
 
 def test_a_source_that_fails_does_not_end_the_page(

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 from rich.table import Table
 
-from onebox.report import HostState, OfferRow, offer_table, printable, status_lines, status_table
+from onebox.report import HostState, OfferRow, offer_table, status_lines, status_table
 from onebox.report.tables.agents import load_text, span_text
 from onebox.wire.protocol.agents import Holder, Offer, Stock
 
@@ -127,7 +127,6 @@ def test_the_devices_of_a_pool() -> None:
 
 @given(st.text(st.characters(codec="utf-8"), max_size=60))
 def test_nothing_steers_a_terminal(text: str) -> None:
-    assert printable(text).isprintable()
     holder = Holder(text, 1, 1, 1.0)
     stock = Stock(1, (Offer("cpu", text, 1, 1, 1, (holder,)),), (text,))
     state = HostState(address="a:1", host=text, stock=stock, problem=text)

@@ -37,10 +37,13 @@ listener, packets, datagrams = (socket.socket(socket.AF_UNIX, kind) for kind in
 for made, name in (listener, "stream"), (packets, "packets"), (datagrams, "datagrams"):
     made.bind(f"{folder}/{name}")
 listener.listen(), packets.listen()
+server = socket.create_server(("127.0.0.1", 0))
+far = server.getsockname()
 libc = ctypes.CDLL(None, use_errno=True)
 shared, semaphores, messages = libc.shmget(0, 4096, 0o1600), libc.semget(0, 1, 0o1600), libc.msgget(0, 0o1600)
 private = f"{folder}/private"
 open(private, "w").close(), os.chmod(private, 0o600)
+own, home = os.open(private, os.O_RDONLY), os.open(folder, os.O_RDONLY)
 found = {"victim": victim, "folder": folder, "ipc": (shared, semaphores, messages)}
 done = confine(device, "127.0.0.1", memory_bytes=1 << 20)
 found["confined"] = failures(done | confine_sockets(device))
@@ -82,6 +85,16 @@ def start_thread():
     made = threading.Thread(target=lambda: os.sched_setaffinity(0, os.sched_getaffinity(0)))
     made.start(), made.join()
 
+NETWORKS = {
+    "MPTCP": (socket.AF_INET, socket.SOCK_STREAM, 262),
+    "MPTCP of IPv6": (socket.AF_INET6, socket.SOCK_STREAM, 262),
+    "SMC": (socket.AF_INET, socket.SOCK_STREAM, 256),
+    "SCTP": (socket.AF_INET, socket.SOCK_STREAM, 132),
+    "packets in sequence": (socket.AF_INET, socket.SOCK_SEQPACKET, 0),
+    "raw packets": (socket.AF_INET, socket.SOCK_RAW, 1),
+    "UDP lite": (socket.AF_INET, socket.SOCK_DGRAM, 136),
+    "a virtual machine's host": (40, socket.SOCK_STREAM, 0),
+}
 PARAMETER, ATTRIBUTES = struct.pack("i", 0), struct.pack("=IIQiIQQQ", 48, 0, 0, 19, 0, 0, 0, 0)
 at = lambda text: ctypes.cast(ctypes.c_char_p(text), ctypes.c_void_p).value
 limits = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -146,6 +159,19 @@ attempt("the times of a file", lambda: os.utime(private, (1, 1)))
 attempt("the attributes of a file", lambda: os.setxattr(private, "user.onebox", b"1"))
 attempt("their removal from a file", lambda: os.removexattr(private, "user.onebox"))
 
+attempt("a lease on a file", lambda: fcntl.fcntl(own, fcntl.F_SETLEASE, fcntl.F_RDLCK))
+attempt("news of a folder", lambda: fcntl.fcntl(home, fcntl.F_NOTIFY, fcntl.DN_CREATE))
+attempt("a lock of a file", lambda: fcntl.flock(own, fcntl.LOCK_SH | fcntl.LOCK_NB))
+attempt("a lock of its part", lambda: fcntl.lockf(own, fcntl.LOCK_SH | fcntl.LOCK_NB))
+for name, (family, kind, protocol) in NETWORKS.items():
+    attempt(name, lambda: socket.socket(family, kind, protocol).close())
+attempt("a connection by a message", lambda: socket.socket().sendto(b"x", 0x20000000, far))
+attempt("a connection by parts of one", lambda: socket.socket().sendmsg([b"x"], [], 0x20000000, far))
+attempt("a connection by several", lambda: call(307, socket.socket().fileno(), 0, 0, 0x20000000))
+attempt("another kind of TCP", lambda: socket.socket().setsockopt(socket.IPPROTO_TCP, 31, b"smc"))
+attempt("a stream", lambda: socket.create_connection(far, 5).close())
+attempt("a datagram", lambda: socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b"x", far))
+
 attempt("limit itself", lambda: resource.setrlimit(resource.RLIMIT_NOFILE, limits))
 attempt("its affinity", lambda: os.sched_setaffinity(0, os.sched_getaffinity(0)))
 attempt("its scheduler", lambda: call(314, 0, at(struct.pack("=IIQiIQQQ", 48, 0, 0, 0, 0, 0, 0, 0)), 0))
@@ -200,12 +226,27 @@ OTHERS = [
     "a message for a neighbour",
     "a queue's removal",
     "a named queue's removal",
+    "a socket of the kernel's ciphers",
+    "a lease on a file",
+    "news of a folder",
+    "MPTCP",
+    "MPTCP of IPv6",
+    "SMC",
+    "SCTP",
+    "packets in sequence",
+    "raw packets",
+    "UDP lite",
+    "a virtual machine's host",
+    "a connection by several",
+    "another kind of TCP",
 ]
 WITHOUT_EFFECT = ["sched_setaffinity", "sched_setscheduler", "sched_setparam", "sched_setattr"]
+BY_MESSAGES = ["a connection by a message", "a connection by parts of one"]
 ONLY_CPU = [
     "a service's socket",
     "a service's packets",
-    "a socket of the kernel's ciphers",
+    "a lock of a file",
+    "a lock of its part",
     "shmget",
     "a neighbour's shared memory",
     "its removal",
@@ -230,16 +271,16 @@ ITS_OWN = [
     "a signal to itself",
     "a pair",
     "datagrams",
-    "interfaces",
     "a name",
-    "a listening socket",
 ]
+OF_NETWORKS = ["interfaces", "a listening socket", "a stream", "a datagram"]
 
 filtered = pytest.mark.skipif(not seccomp.supported(), reason="no filter of system calls here")
 USERS = [
     pytest.param((0, "cpu"), id="the user of these tests"),
     pytest.param((NOBODY, "cpu"), id="an ordinary user"),
     pytest.param((NOBODY, "cuda:0"), id="an ordinary user with a GPU"),
+    pytest.param((NOBODY, "sim"), id="an ordinary user that emulates"),
 ]
 
 
@@ -274,7 +315,8 @@ def found(request: pytest.FixtureRequest) -> Iterator[dict[str, Any]]:
 @filtered
 def test_calls_against_others_fail(found: dict[str, Any]) -> None:
     assert found["confined"] == []
-    refused = OTHERS if found["device"] == "cuda:0" else OTHERS + ONLY_CPU
+    refused = OTHERS + BY_MESSAGES + (ONLY_CPU if found["device"] != "cuda:0" else [])
+    refused += OF_NETWORKS if found["device"] == "sim" else []
     assert {what: found[what] for what in refused} == dict.fromkeys(refused, errno.EPERM)
     assert {what: found[what] for what in WITHOUT_EFFECT} == dict.fromkeys(WITHOUT_EFFECT, 0)
     assert found["clone3"] == errno.ENOSYS
@@ -289,7 +331,7 @@ def test_its_neighbour_is_as_it_was(found: dict[str, Any]) -> None:
     assert os.sched_getaffinity(found["victim"]) == os.sched_getaffinity(0)
     assert os.getpriority(os.PRIO_PROCESS, found["victim"]) == os.getpriority(os.PRIO_PROCESS, 0)
     assert os.sched_getscheduler(found["victim"]) == os.sched_getscheduler(0)
-    if found["device"] == "cpu":
+    if found["device"] != "cuda:0":
         assert Path(found["folder"], "private").stat().st_mode & 0o777 == 0o600
 
 
@@ -300,7 +342,7 @@ def test_nothing_of_it_is_left(found: dict[str, Any]) -> None:
 
 
 def test_what_it_does_to_itself_works(found: dict[str, Any]) -> None:
-    own = ITS_OWN if found["device"] == "cpu" else ITS_OWN + ONLY_CPU[:2]
+    own = ITS_OWN + {"cpu": OF_NETWORKS, "cuda:0": OF_NETWORKS + ONLY_CPU[:4], "sim": []}[found["device"]]
     assert {what: found[what] for what in own} == dict.fromkeys(own, 0)
 
 
@@ -311,7 +353,7 @@ def test_what_it_does_to_itself_works(found: dict[str, Any]) -> None:
 def test_the_filter_refuses_its_calls_and_no_others(gpu: bool) -> None:
     code = seccomp.program(gpu=gpu, process=77)
     refused = {*seccomp.REFUSED.values(), *(() if gpu else seccomp.CPU_REFUSED.values())}
-    for call in range(600):
+    for call in {*range(600)} - {41}:
         signals = call in seccomp.OWN_PROCESS.values()
         expected = errno.EPERM if call in refused else errno.ENOSYS if call == 435 else 0
         assert verdict(code, call, 77 if signals else 0x10000 if call == 56 else 0) == expected, call
@@ -346,8 +388,38 @@ def test_priorities_pages_and_owners_of_files_by_their_arguments() -> None:
     code = seccomp.program(gpu=False, process=77)
     assert [verdict(code, 141, which, who) for which, who in ((0, 0), (0, 77), (1, 0), (2, 0))] == [0, 1, 1, 1]
     assert [verdict(code, 237, 0, 0, 0, 0, 0, flags) for flags in (0, 2, 3, 4, 6)] == [0, 0, 0, 1, 1]
-    assert [verdict(code, 72, 5, command) for command in (1, 8, 10, 15, 1030)] == [0, 1, 0, 1, 0]
+    commands = (1, 8, 10, 15, 1024, 1026, 1030, 1033)
+    assert [verdict(code, 72, 5, command) for command in commands] == [0, 1, 0, 1, 1, 1, 0, 0]
+    for gpu in (False, True):
+        code = seccomp.program(gpu=gpu, process=77)
+        assert {verdict(code, 72, 5, command) for command in (6, 7, 37, 38)} == {0 if gpu else 1}
     assert [verdict(code, 16, 5, command) for command in (0x5401, 0x8901, 0x8902, 0xC020462A)] == [0, 1, 1, 0]
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+def test_sockets_are_of_listed_families_kinds_and_protocols(gpu: bool) -> None:
+    code, network = seccomp.program(gpu=gpu, process=77), (socket.AF_INET, socket.AF_INET6)
+    for family in (*seccomp.FAMILIES, 5, 17, 38, 40, 43):
+        for kind in (1, 2, 3, 5, 6, 0x80801, 0x80805):
+            for protocol in (0, 1, 6, 17, 132, 136, 256, 262):
+                listed = kind & 0xF in (socket.SOCK_STREAM, socket.SOCK_DGRAM) and protocol in (0, 6, 17)
+                stays = listed if family in network else family in seccomp.FAMILIES
+                assert verdict(code, 41, family, kind, protocol) == (0 if stays else errno.EPERM)
+
+
+@pytest.mark.parametrize(("call", "place"), [(44, 3), (46, 2), (307, 3)])
+def test_no_message_connects(call: int, place: int) -> None:
+    code = seccomp.program(gpu=True, process=77)
+    for flags, error in ((0, 0), (0x4040, 0), (0x20000000, errno.EPERM), (0x20004040, errno.EPERM)):
+        assert verdict(code, call, *[0] * place, flags) == error
+
+
+def test_an_emulated_device_has_no_sockets_of_networks() -> None:
+    code = seccomp.socket_program(networks=False)
+    for family in range(50):
+        for kind in (socket.SOCK_STREAM, socket.SOCK_DGRAM):
+            stays = (family, kind) == (socket.AF_UNIX, socket.SOCK_DGRAM)
+            assert verdict(code, 41, family, kind) == (0 if stays else errno.EPERM)
 
 
 def test_sockets_are_those_of_networks_and_datagrams() -> None:
@@ -405,5 +477,6 @@ def test_the_numbers_are_those_of_this_system() -> None:
         **seccomp.SCHEDULER,
         **seccomp.OWN_PROCESS,
         **{"clone": 56, "clone3": 435, "setpriority": 141, "mbind": 237, "fcntl": 72, "ioctl": 16, "socket": 41},
+        **{"setsockopt": 54, "sendto": 44, "sendmsg": 46, "sendmmsg": 307},
     }.items():
         assert known.get(f"__NR_{name}", number) == number, name

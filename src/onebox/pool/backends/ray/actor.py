@@ -59,6 +59,7 @@ class LaunchRequest(Struct, frozen=True, forbid_unknown_fields=True):
         threads: Threads of its operators.
         client: The public key of its client.
         quota_bytes: The most bytes of its buffers; 0 for no limit.
+        sharing_key: A secret of the workers that share memory.
     """
 
     worker: int
@@ -67,6 +68,7 @@ class LaunchRequest(Struct, frozen=True, forbid_unknown_fields=True):
     threads: int
     client: str
     quota_bytes: int
+    sharing_key: str = ""
 
 
 class Launched(Struct, frozen=True, forbid_unknown_fields=True):
@@ -125,6 +127,7 @@ class WorkerActor:
             order.client,
             ray.util.get_node_ip_address(),
             quota_bytes=order.quota_bytes,
+            sharing_key=order.sharing_key,
             owner=os.getpid(),
         )
         from onebox.pool.launch.worker_process import WorkerProcess  # of Linux, unlike the client's half

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import secrets
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -32,7 +33,8 @@ from onebox.pool.backends.ray.ray_spec import (
 )
 from onebox.pool.backends.ray.ray_workers import ActorMonitor, RayWorker
 from onebox.pool.errors import WorkerLocation
-from onebox.worker import START_S
+from onebox.wire.clean_text import clean
+from onebox.worker import SHARING_KEY_BYTES, START_S
 
 RESTARTS = -1
 """Ray restarts a failed actor without limit, on another node where its own is gone. A restarted actor has no worker: it
@@ -68,6 +70,7 @@ class RaySource:
         self._group: Any = None
         self._watch: ActorMonitor | None = None
         self._actors: list[Any] = []
+        self._sharing_key = secrets.token_hex(SHARING_KEY_BYTES)
         self._bundles: list[Bundle] = []
         self._nodes: dict[int, NodeReport] = {}
         self._small: dict[str, int] = {}
@@ -207,7 +210,7 @@ class RaySource:
     def _find(self, which: Sequence[int], end_s: float) -> None:
         """Query the actors' nodes."""
         for number, text in self._gather(which, lambda number: self._actors[number].find.remote(), end_s).items():
-            self._nodes[number] = msgspec.json.decode(text, type=NodeReport)
+            self._nodes[number] = clean(msgspec.json.decode(text, type=NodeReport))
             self._check(number)
 
     def _place(self, number: int, host: str) -> WorkerLocation:
@@ -217,7 +220,7 @@ class RaySource:
     def _order(self, number: int, host: str, client_key: str) -> str:
         place = self._place(number, host)
         threads, quota_bytes = self._bundles[number].threads, self._request.memory_bytes
-        order = LaunchRequest(place.worker, host, place.device, threads, client_key, quota_bytes)
+        order = LaunchRequest(place.worker, host, place.device, threads, client_key, quota_bytes, self._sharing_key)
         return msgspec.json.encode(order).decode()
 
     def _gather(self, which: Sequence[int], ask: Callable[[int], Any], end_s: float) -> dict[int, str]:

@@ -15,6 +15,7 @@ from onebox.pool.backends.ray.ray_connection import error_summary, nodes
 from onebox.pool.errors import AFTERWARDS, WorkerLocation
 from onebox.pool.liveness import Liveness
 from onebox.portable import Wakeup
+from onebox.wire.clean_text import clean
 from onebox.worker import START_S, Ports
 
 _END_S = 5.0
@@ -66,7 +67,7 @@ class RayWorker:
             PoolError: It took too long.
         """
         try:
-            answer = _answers.decode(self._ray.get(self._ports, timeout=START_S + _LATE_S))
+            answer = clean(_answers.decode(self._ray.get(self._ports, timeout=START_S + _LATE_S)))
         except self._ray.exceptions.GetTimeoutError:
             raise PoolError(f"{self.place} did not start within {START_S + _LATE_S:.0f} s") from None
         except (self._ray.exceptions.RayError, ConnectionError) as error:
@@ -112,7 +113,7 @@ class RayWorker:
             self.lost(None, error_summary(error))
             return False
         if answer:
-            self.lost(self._as_error(_ends.decode(answer)))
+            self.lost(self._as_error(clean(_ends.decode(answer))))
         return not answer
 
     def lost(self, error: WorkerDied | None, why: str = "") -> None:

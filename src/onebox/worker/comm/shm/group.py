@@ -46,6 +46,9 @@ ROOM_S = 90.0
 
 _ROOM_STEP_S = 0.001
 
+_MOST_AHEAD_NS = 86_400 * 10**9
+"""Longest time from now until a message may arrive over an emulated link."""
+
 _COLLECTIVES = -1 << 62
 """Channel of reductions, gathers and broadcasts."""
 
@@ -337,13 +340,20 @@ class ShmGroup:
     def _wait(self, expected: PendingReceive) -> ShmMessage:
         message = expected.find()
         if message is not None:
+            self._require_time(message)
             self._progress.came(message.at_ns)
             return message
         since_ns = self._progress.settle() or time.monotonic_ns()
         with self._progress.wait():
             message = expected.wait()
+        self._require_time(message)
         self._progress.awaited(max(since_ns, message.at_ns))
         return message
+
+    def _require_time(self, message: ShmMessage) -> None:
+        ahead_ns = message.at_ns - time.monotonic_ns()
+        if message.at_ns < 0 or ahead_ns > _MOST_AHEAD_NS:
+            raise RankLost(f"a message that arrives in {ahead_ns / 1e9:g} s; allowed: a day")
 
     def _wait_for_room(self, begin_s: float) -> bool:
         """Wait a moment for readers to return memory; return whether there is patience left."""

@@ -8,7 +8,7 @@ import threading
 import time
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import prod
 
 import torch
@@ -20,6 +20,7 @@ from onebox.worker.comm.api import RankLost
 from onebox.worker.comm.shm.layout import (
     CELL_BYTES,
     CLOSED,
+    DIMENSIONS,
     FIRST_CELLS,
     HEADER,
     LEFT,
@@ -32,6 +33,7 @@ from onebox.worker.comm.shm.layout import (
     lane_start,
 )
 from onebox.worker.comm.shm.segment import SLICE_S, SharedMemory
+from onebox.worker.memory.shared import LENT_STORAGES
 
 _LENT_FROM_BYTES = 64 << 10
 """Size from which received tensors stay in the writer's memory: copying smaller ones costs less than tracking them."""
@@ -41,6 +43,9 @@ _SPIN_S = 100e-6
 
 _SPUN_S = 200e-6
 """A wait that took less is expected to be as short the next time, and begins with a busy wait."""
+
+_MOST_UNREAD = 1 << 18
+"""Most messages of a rank that the reader keeps: more than fit into what a rank may share."""
 
 _LENT_SHARE = 4
 """Inverse of the largest fraction of the writer's span that is lent at a time; further tensors are copied."""
@@ -65,6 +70,10 @@ send."""
 
 class ShmReceiver:
     """Receiver of the messages from one rank to another.
+
+    The writer, and every other rank of the group, can write its memory at any time. So a number is read there once, and
+    checked before use; and only tensors of floating-point elements are used in place, by operators that none of them
+    leads to an address (see :mod:`onebox.worker.sandbox.argument_checks`).
 
     Args:
         memory: The writer's memory.
@@ -127,11 +136,10 @@ class ShmReceiver:
             self._spin(memory, begin_s + _SPIN_S)
         while (message := self.find(channel, order)) is None:
             left = memory.words[LEFT]
-            if memory.words[self._word + SENT] != self._seen:
-                continue
-            if left:
+            more = memory.words[self._word + SENT] > self._seen
+            if left and not more:
                 raise RankLost(f"rank {self.writer} has left the group")
-            if memory.sleep(self._word + SENT, self._seen) or time.monotonic() > next_s:
+            if (not more and memory.sleep(self._word + SENT, self._seen)) or time.monotonic() > next_s:
                 next_s = time.monotonic() + SLICE_S  # also while messages of other channels arrive
                 try:
                     self._watch(self.writer, begin_s)
@@ -167,16 +175,17 @@ class ShmReceiver:
         return made
 
     def lend(self, channel: int, order: int, message: ShmMessage) -> Tensor | None:
-        """Return the elements of a message in place, exclusive to the reader, returned when the tensor is freed.
+        """Return the elements of a message in place, for the reader alone, returned when the tensor is freed.
 
-        No other process reads or writes them until then, and they outlive the writer.
+        No honest process reads or writes them until then, and they outlive the writer.
 
         Returns:
             The tensor; ``None`` if a copy is cheaper, or too much is lent.
         """
-        memory, size_bytes = self._open(), message.spec.size_bytes
+        memory, size_bytes, dtype = self._open(), message.spec.size_bytes, DTYPES[message.spec.dtype]
         room_bytes = len(memory.map) // _LENT_SHARE - self._lent_bytes
-        if message.offset < 0 or not _LENT_FROM_BYTES <= size_bytes <= room_bytes:
+        numbers = dtype.is_floating_point or dtype.is_complex  # others may be indices
+        if message.offset < 0 or not numbers or not _LENT_FROM_BYTES <= size_bytes <= room_bytes:
             return None
         view = (ctypes.c_char * size_bytes).from_buffer(memory.map, message.offset)
         weakref.finalize(view, _end, memory, self._over, message).atexit = False
@@ -186,7 +195,11 @@ class ShmReceiver:
             self._forget(channel, order)
         finally:
             self._busy = False
-        return torch.frombuffer(view, dtype=DTYPES[message.spec.dtype]).view(message.spec.shape)
+        lent = torch.frombuffer(view, dtype=dtype).view(message.spec.shape)
+        storage = lent.untyped_storage()._cdata
+        LENT_STORAGES.add(storage)
+        weakref.finalize(view, LENT_STORAGES.discard, storage).atexit = False
+        return lent
 
     def give_back(self, channel: int, order: int) -> None:
         """Return the memory of a message to the writer; a message that has not arrived yet is returned on arrival."""
@@ -245,15 +258,23 @@ class ShmReceiver:
         return self.memory
 
     def _look(self) -> None:
-        """Read the messages that have arrived."""
+        """Read the messages that have arrived.
+
+        Raises:
+            RankLost: The writer's memory holds none.
+        """
         memory = self._open()
         sent = memory.words[self._word + SENT]
+        if sent - self._returned > _MOST_UNREAD:
+            raise RankLost(f"rank {self.writer} has written {sent} messages, of which {self._returned} are read")
         while self._seen < sent:
-            self._seen += 1
             cell = self._cell
-            self._cell, _, channel, code, offset, at_ns, dtype, dimensions, _, _, *shape = HEADER.unpack_from(
+            next_cell, _, channel, code, offset, at_ns, dtype, dimensions, _, _, *shape = HEADER.unpack_from(
                 memory.map, cell
             )
+            spec = self._spec(len(memory.map), next_cell, offset, dtype, dimensions, shape)
+            self._seen += 1
+            self._cell = next_cell
             found = self._channels[channel]
             found.came += 1
             if found.came in found.forgotten:
@@ -262,8 +283,23 @@ class ShmReceiver:
                 if found.asked == found.came and not found.messages and not found.forgotten:
                     del self._channels[channel]
             else:
-                spec = TensorSpec(TYPE_NAMES[dtype], tuple(shape[:dimensions]))
                 found.messages[found.came] = ShmMessage(cell, code, offset, at_ns, spec)
+
+    def _spec(
+        self, size_bytes: int, next_cell: int, offset: int, dtype: int, dimensions: int, shape: Sequence[int]
+    ) -> TensorSpec:
+        """Return the spec of a message by its header, of which nothing leads out of the memory.
+
+        Raises:
+            RankLost: It would.
+        """
+        if 0 <= dtype < len(TYPE_NAMES) and 0 <= dimensions <= DIMENSIONS:
+            spec = TensorSpec(TYPE_NAMES[dtype], tuple(shape[:dimensions]))
+            inside = offset == -1 or 0 <= offset <= size_bytes - spec.size_bytes
+            has_cell = 0 < next_cell <= size_bytes - CELL_BYTES and next_cell % 8 == 0
+            if has_cell and inside and min(spec.shape, default=0) >= 0:
+                return spec
+        raise RankLost(f"rank {self.writer} has written the header of a message that it cannot have sent")
 
     def _return(self, memory: SharedMemory, cell: int) -> None:
         NUMBER.pack_into(memory.map, self._tail + NEXT_RETURNED, cell)

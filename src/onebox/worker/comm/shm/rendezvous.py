@@ -2,7 +2,8 @@
 result.
 
 It takes two rounds over the group's key-value store at the client. In the first, every rank publishes its location and
-the name of its memory; ranks in one place then exchange descriptors. In the second, every rank publishes the ranks
+the name of its memory, signed with a key that workers have from their owner; ranks in one place and of one owner then
+exchange descriptors: who has a memory can write there. In the second, every rank publishes the ranks
 whose memory it has received. Two ranks share memory if each has received that of the other; obstacles are reported.
 """
 
@@ -10,11 +11,12 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import hmac
 import os
 import secrets
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from struct import Struct
 
@@ -33,6 +35,8 @@ each sends its own to all others."""
 
 _SPEED = Struct("=q2d")
 """Number of a rank's emulated links, and the speed of the slowest; in the free words of its control page."""
+
+_SLOWEST = 1e18
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _SPACES = ("user", "pid", "net")
@@ -79,8 +83,15 @@ class ShmPeers:
 
 
 def speed_in(memory: SharedMemory) -> LinkSpeed:
-    """Return the speed of a rank's slowest link, from its memory."""
-    return LinkSpeed(*_SPEED.unpack_from(memory.map, 8 * FREE)[1:])
+    """Return the speed of a rank's slowest link, from its memory.
+
+    Raises:
+        WireError: The memory holds none.
+    """
+    latency_ns, ns_per_byte = _SPEED.unpack_from(memory.map, 8 * FREE)[1:]
+    if not (0 <= latency_ns < _SLOWEST and 0 <= ns_per_byte < _SLOWEST):
+        raise WireError(f"a link of {latency_ns} ns and {ns_per_byte} ns for a byte; allowed: 0 to {_SLOWEST:g}")
+    return LinkSpeed(latency_ns, ns_per_byte)
 
 
 def note_speed(memory: SharedMemory, links: int, speed: LinkSpeed) -> None:
@@ -99,9 +110,23 @@ class _Card:
     size: int
     inode: int
     post: str
+    signature: str = ""
 
     def __str__(self) -> str:
+        return f"{self._text}:{self.signature}"
+
+    @property
+    def _text(self) -> str:
         return f"{self.place}:{self.paged}:{self.process}:{self.size}:{self.inode}:{self.post}"
+
+    def signed(self, key: bytes, group: int, rank: int) -> _Card:
+        """Return it with the signature of a rank."""
+        text = f"{group}:{rank}:{self._text}".encode()
+        return replace(self, signature=hashlib.blake2b(text, key=key, digest_size=32).hexdigest())
+
+    def of_owner(self, key: bytes, group: int, rank: int) -> bool:
+        """Return whether it was signed by that rank with this key."""
+        return hmac.compare_digest(self.signature, self.signed(key, group, rank).signature)
 
     @classmethod
     def of(cls, text: bytes) -> _Card:
@@ -111,9 +136,9 @@ class _Card:
             WireError: It is malformed.
         """
         try:
-            place, paged, process, size, inode, post = text.decode("ascii").split(":")
+            place, paged, process, size, inode, post, signature = text.decode("ascii").split(":")
             bytes.fromhex(post)
-            card = cls(place, int(paged), int(process), int(size), int(inode), post)
+            card = cls(place, int(paged), int(process), int(size), int(inode), post, signature)
         except ValueError:
             raise WireError(f"a rank's memory is named {text[:80]!r}, which is no name of one") from None
         if not LEAST_BYTES <= card.size <= SPAN_BYTES or card.size % 8 or not post:
@@ -121,13 +146,14 @@ class _Card:
         return card
 
 
-def find_shm_peers(form: FormGroup, keys: KeyValueStore, *, paged: bool = False) -> ShmPeers:
+def find_shm_peers(form: FormGroup, keys: KeyValueStore, *, paged: bool = False, sharing_key: bytes = b"") -> ShmPeers:
     """Find the ranks that share memory with this one, possibly none.
 
     Args:
         form: The group, with this worker's rank.
         keys: The group's key-value store.
         paged: Whether the driver of its device registers memory by pages.
+        sharing_key: The key that this worker's owner gives to the workers which share memory, 64 bytes at most.
 
     Raises:
         RankLost: Another rank has ended, or did not join.
@@ -137,7 +163,7 @@ def find_shm_peers(form: FormGroup, keys: KeyValueStore, *, paged: bool = False)
     note_speed(own, len(form.links), LinkSpeed.slowest([LinkSpeed.of(link) for link in form.links]))
     memories = {form.rank: own}
     try:
-        near, came = _exchange(form, keys, own, paged)
+        near, came = _exchange(form, keys, own, paged, sharing_key)
         try:
             for rank in list(came):
                 memories[rank] = SharedMemory.of(came.pop(rank), near[rank].size)
@@ -165,16 +191,20 @@ def find_shm_peers(form: FormGroup, keys: KeyValueStore, *, paged: bool = False)
 
 
 def _exchange(
-    form: FormGroup, keys: KeyValueStore, own: SharedMemory, paged: bool
+    form: FormGroup, keys: KeyValueStore, own: SharedMemory, paged: bool, sharing_key: bytes
 ) -> tuple[dict[int, _Card], dict[int, int]]:
-    """Return the ranks in the same place as this one, and the descriptors received from them."""
+    """Return the ranks in the same place as this one and of its owner, and the descriptors received from them."""
     post = DescriptorExchange()
     try:
         card = _Card(shm_domain(), int(paged), os.getpid(), len(own.map), own.inode, post.name)
-        keys.set(f"memory/{form.rank}", str(card))
+        keys.set(f"memory/{form.rank}", str(card.signed(sharing_key, form.group, form.rank)))
         others = [rank for rank in range(form.size) if rank != form.rank]
         cards = dict(zip(others, map(_Card.of, keys.multi_get([f"memory/{rank}" for rank in others])), strict=True))
-        near = {rank: other for rank, other in cards.items() if other.place == card.place}
+        near = {
+            rank: other
+            for rank, other in cards.items()
+            if other.place == card.place and other.of_owner(sharing_key, form.group, rank)
+        }
         watches = {rank: _watch(other) for rank, other in near.items()}
         names = {rank: other.post for rank, other in near.items()}
         inodes = {rank: other.inode for rank, other in near.items()}

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from onebox.errors import WireError
 from onebox.wire import TensorSpec
-from onebox.worker.comm.api import RowRange
+from onebox.worker.comm.api import RankLost, RowRange
 from onebox.worker.comm.shm.arena import ALIGN, Arena, MemoryBlock
 from onebox.worker.comm.shm.layout import (
     AT,
@@ -81,7 +81,7 @@ def region_of(spec: TensorSpec, within: RowRange | None, before: BlockRegion | N
 class _Lane:
     """The writer's state of its lane to a rank."""
 
-    __slots__ = ("cell", "held", "returned", "sent", "tail", "word")
+    __slots__ = ("broken", "cell", "held", "returned", "sent", "tail", "word")
 
     def __init__(self, peer: int) -> None:
         start = lane_start(peer)
@@ -91,6 +91,7 @@ class _Lane:
         self.cell = start + FIRST_CELLS  # of the next message
         self.tail = self.cell + CELL_BYTES  # last returned
         self.held: dict[int, MemoryBlock | None] = {}
+        self.broken = False  # its reader has returned what it was not sent
 
 
 class ShmSender:
@@ -200,9 +201,15 @@ class ShmSender:
     def prepare(
         self, peer: int, channel: int, block: MemoryBlock | None, spec: TensorSpec, *, code: int = 0, at_ns: int = 0
     ) -> Callable[[], int]:
-        """Do all of :meth:`post` but what the reader sees; return the rest, to be called before the next message."""
+        """Do all of :meth:`post` but what the reader sees; return the rest, to be called before the next message.
+
+        Raises:
+            RankLost: The reader breaks the rules of this memory.
+        """
         memory, lane, shape = self.memory, self._lanes[peer], spec.shape
         with self._lock:
+            if lane.broken:
+                raise RankLost(f"rank {peer} has returned messages that it was not sent")
             cell, lane.cell = lane.cell, self._cell()
             if block is not None:
                 block.readers += 1
@@ -272,10 +279,14 @@ class ShmSender:
         memory = self.memory
         for lane in self._lanes:
             returned = memory.words[lane.word + RETURNED]
-            while lane.returned < returned:
+            while lane.returned < returned and not lane.broken:
+                (cell,) = NUMBER.unpack_from(memory.map, lane.tail + NEXT_RETURNED)
+                if cell not in lane.held:
+                    lane.broken = True
+                    break
                 lane.returned += 1
                 self._cells.append(lane.tail)
-                (lane.tail,) = NUMBER.unpack_from(memory.map, lane.tail + NEXT_RETURNED)
-                block = lane.held.pop(lane.tail)
+                lane.tail = cell
+                block = lane.held.pop(cell)
                 if block is not None:
                     self.drop(block)

@@ -21,7 +21,7 @@ from onebox.wire.protocol.groups import EmulatedLink
 from onebox.worker.accelerator import accelerator_for
 from onebox.worker.comm.api import Finish, RankLost, RowRange
 from onebox.worker.comm.shm.group import ShmGroup
-from onebox.worker.comm.shm.rendezvous import shm_domain
+from onebox.worker.comm.shm.rendezvous import _Card, shm_domain
 from onebox.worker.comm.shm.segment import LEAST_BYTES, supported
 from onebox.worker.comm.shm.sender import region_of
 from tests import leaks
@@ -359,10 +359,10 @@ def test_no_more_than_a_part_of_a_writers_memory_is_lent() -> None:
     """Where address space is short, what comes beyond that is copied."""
 
     def rank(number: int, group: ShmGroup) -> int:
-        spec = TensorSpec("uint8", (3 << 20,))
+        spec = TensorSpec("float16", (3 << 19,))
         if number == 1:
             for count in range(40):
-                group.send(torch.full(spec.shape, count, dtype=torch.uint8), 0, 0)
+                group.send(torch.full(spec.shape, count, dtype=torch.float16), 0, 0)
                 group.receive(TensorSpec("bool", ()), 0, 0)()
             return 0
         kept = []
@@ -408,8 +408,9 @@ def test_nothing_stays_behind_of_a_group_that_nobody_joins() -> None:
         raise AssertionError("there is no group")
 
     with pytest.MonkeyPatch.context() as patch:
-        card = f"{shm_domain()}:0:1:67108864:3:ff".encode()
-        patch.setattr("tests.unit.ranks.Keys.get", lambda self, key: card if "memory" in key else b"0,1")
+        card = _Card(shm_domain(), 0, 1, 1 << 26, 3, "ff")
+        cards = {f"memory/{rank}": str(card.signed(b"", 3, rank)).encode() for rank in range(2)}
+        patch.setattr("tests.unit.ranks.Keys.get", lambda self, key: cards.get(key, b"0,1"))
         with pytest.raises(RankLost, match=r"only ranks \[[01]\] share"):
             run_ranks(2, rank, timeout_s=0.2)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -44,14 +45,15 @@ def apart(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendezvous, "shm_domain", lambda: PLACE.name)
 
 
-def run(places: str, rank: Callable[[int, WorkerGroup], Any]) -> list[Any]:
-    """Form a group of ranks in places, each named by a message, and run a function in each."""
+def run(places: str, rank: Callable[[int, WorkerGroup], Any], *, owners: str = "") -> list[Any]:
+    """Form a group of ranks in places, each named by a letter as its owner is, and run a function in each."""
     hub = Hub()
 
     def one(number: int) -> Any:
         PLACE.name = places[number]
         form = FormGroup(3, number, len(places), "gloo", "127.0.0.1", 20.0, True)
-        group = form_group(form, hub.channel(number), HOST, WorkerProgress(), EmulatedLinks())
+        key = owners[number : number + 1].encode()
+        group = form_group(form, hub.channel(number), HOST, WorkerProgress(), EmulatedLinks(), sharing_key=key)
         try:
             return rank(number, group)
         finally:
@@ -102,6 +104,37 @@ def test_tensors_go_by_the_way_that_there_is(places: str, kinds: Sequence[type])
     assert run(places, rank) == kinds
 
 
+def test_memory_is_shared_by_workers_of_one_owner_only() -> None:
+    def rank(number: int, group: WorkerGroup) -> type:
+        for peer, order, came in swap(group, number, 3):
+            assert torch.equal(came, part(peer, number, order))
+        return type(group)
+
+    assert run("aaa", rank, owners="xyx") == [HybridGroup, GlooGroup, HybridGroup]
+
+
+@pytest.mark.parametrize("change", ["key", "rank", "group", "inode", "post", "nothing"])
+def test_who_copies_or_changes_what_another_rank_has_said_shares_nothing(change: str) -> None:
+    PLACE.name = "a"
+    post = DescriptorExchange()
+    keys = Keys()
+    card = rendezvous._Card("a", 0, os.getpid(), 1 << 30, 3, post.name)
+    key, group, number = (b"n" if change == "key" else b"k"), 3 + (change == "group"), 1 + (change == "rank")
+    signed = card.signed(key, group, number)
+    other = {"inode": {"inode": 4}, "post": {"post": "00ff"}}.get(change, {})
+    keys.set("memory/1", str(dataclasses.replace(signed, **other)))
+    keys.set("shares/1", "0,1")
+    form = FormGroup(3, 0, 2, "gloo", "127.0.0.1", 0.2, True)
+    met = find_shm_peers(form, keys, sharing_key=b"k")
+    post._socket.setblocking(False)
+    came = list(post._receive())
+    assert bool(came) == (change == "nothing"), "a descriptor of its memory"
+    assert list(met.memories) == [0]
+    for descriptor in came:
+        os.close(descriptor)
+    post.close()
+
+
 def test_what_goes_through_memory_does_not_wait_for_what_goes_through_sockets() -> None:
     done = threading.Event()
 
@@ -146,7 +179,7 @@ def test_devices_that_do_not_compute_need_one_host_and_so_do_emulated_links() ->
     def one(number: int) -> None:
         PLACE.name = "ab"[number]
         form = FormGroup(3, number, 2, "gloo", "127.0.0.1", 20.0, True)
-        with pytest.raises(RankLost, match="can only be in a group of one host"):
+        with pytest.raises(RankLost, match="can only be in a group of one agent"):
             form_group(form, hub.channel(number), accelerator_for("meta"), WorkerProgress(), EmulatedLinks())
 
     with ThreadPoolExecutor(2) as threads:
@@ -157,9 +190,10 @@ def test_devices_that_do_not_compute_need_one_host_and_so_do_emulated_links() ->
     ("said", "complaint"),
     [
         (b"nonsense", "is named b'nonsense'"),
-        (b"place:1:1:2:3:zz", "is named"),
-        (b"place:cpu:1:4096:3:ff", "is named"),
-        (b"place:1:1:4096:3:ff", "a memory of 4096 bytes"),
+        (b"place:1:1:2:3:zz:", "is named"),
+        (b"place:cpu:1:4096:3:ff:", "is named"),
+        (b"place:1:1:4096:3:ff", "is named"),
+        (b"place:1:1:4096:3:ff:", "a memory of 4096 bytes"),
         (b"\xff", "is named"),
     ],
 )
@@ -176,7 +210,7 @@ def test_a_rank_whose_process_has_ended_is_lost() -> None:
     pid = os.posix_spawn("/bin/true", ["true"], {})
     os.waitpid(pid, 0)
     keys = Keys()
-    keys.set("memory/1", f"a:0:{pid}:{1 << 30}:3:ff")
+    keys.set("memory/1", str(rendezvous._Card("a", 0, pid, 1 << 30, 3, "ff").signed(b"", 3, 1)))
     with pytest.raises(RankLost, match=f"process {pid} has ended"):
         find_shm_peers(FormGroup(3, 0, 2, "gloo", "127.0.0.1", 1.0, True), keys)
 
