@@ -163,8 +163,6 @@ OVERLAPS: Mapping[str, Case] = {
     "index_add to itself": of_row(lambda x: torch.index_add(x, 0, zero(x.device), ones(x.device, 1), out=x)),
     "take": of_row(lambda x: torch.take(x, zero(x.device), out=x[:1])),
     "masked_select": of_row(lambda x: torch.masked_select(x, x > 3, out=x[:2])),
-        lambda x: torch.nonzero(x.view(torch.int64)[:1], out=x.view(torch.int64)[:1].view(1, 1))
-    ),
     "sort": two_outs(torch.max, 0),
     "sum": lambda d: torch.sum(ones(d, 2, 3), 1, keepdim=True, out=torch.zeros(2, 1, device=d).expand(2, 1)),
     "mm": of_row(lambda x: torch.mm(x[:4].view(2, 2), x[:4].view(2, 2), out=x[:4].view(2, 2))),

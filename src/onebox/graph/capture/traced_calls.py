@@ -56,7 +56,8 @@ def fails_in_backward(results: Sequence[Tensor]) -> bool:
     ``once_differentiable`` does; a trace computes the gradients of parameters alone, and passes it by.
     """
     seen: set[Any] = set()
-    stack = [made.grad_fn for made in results if made.grad_fn is not None]
+    with torch._C.DisableTorchFunction():  # no call of the user's
+        stack = [made.grad_fn for made in results if made.grad_fn is not None]
     while stack:
         node = stack.pop()
         if node not in seen:
