@@ -98,21 +98,19 @@ def drop_void_gradients(queues: Sequence[CommandQueue]) -> None:
     Args:
         queues: The command queues of the devices.
     """
-    found: dict[CommandQueue, list[VirtualTensor]] = {queue: [] for queue in queues}
+    found: dict[CommandQueue, list[tuple[VirtualTensor, int]]] = {queue: [] for queue in queues}
     for each in gc.get_objects():
         # by type(): the attribute __class__ of others' objects may be a property
         if issubclass(type(each), VirtualTensor) and each.requires_grad and each.is_leaf:
             gradient = each.grad
             if isinstance(gradient, VirtualTensor) and gradient._handle.queue in found:
-                found[gradient._handle.queue].append(each)
+                found[gradient._handle.queue].append((each, gradient._handle.number))
     for queue, leaves in found.items():
         if leaves:
-            with contextlib.suppress(
-                OneboxError, torch.OutOfMemoryError
-            ):  # the failure that is about to be raised comes first
-                filled = queue.filled([leaf.grad._handle.number for leaf in leaves])
-                for leaf in leaves:
-                    if leaf.grad._handle.number not in filled:
+            with contextlib.suppress(OneboxError, torch.OutOfMemoryError):  # the failure that is raised comes first
+                filled = queue.filled([number for _, number in leaves])
+                for leaf, number in leaves:
+                    if number not in filled:
                         leaf.grad = None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -197,17 +198,16 @@ class EagerExecutor:
         progress.executed += 1
         progress.doing = kernel.name
         values: list[Any] = []
-        sizes: list[tuple[int, int]] = []
         try:
             values += store.many(inputs)
-            if kernel.resizes:
-                sizes = [(inputs[index], values[index].untyped_storage().nbytes()) for index in kernel.resizes]
             if floats:
                 values += floats
             if kernel.constants:
                 values += kernel.constants
             if kernel.new_bytes:  # it also writes to arguments, which a lack of memory must precede
                 store.reserve(kernel.new_bytes)
+            if kernel.resizes:
+                self._reserve_growth(kernel, values)
             result = kernel.run(*kernel.pick(values))
             if outputs:
                 for number, tensor in zip(outputs, kernel.kept(result), strict=True):
@@ -220,12 +220,11 @@ class EagerExecutor:
             if not kernel.views:
                 self._fail(failure, new=False)
         except Exception as error:
-            self._shrink(sizes, error)
             if kernel.views and isinstance(error, RankLost):  # it reads no elements: who does so is told
                 failure = describe_failure(error, kernel.name)
             else:
                 failure = self._explain(error, kernel, values)
-                store.void(outputs, failure)
+                self._void(kernel, inputs, outputs, failure)
                 return failure
         store.void(outputs, failure)
         return None if kernel.views else failure
@@ -243,11 +242,10 @@ class EagerExecutor:
         A view of a tensor that is not void is made: it has no elements of its own, and the script may keep it.
         """
         store = self._store
-        sizes: list[tuple[int, int]] = []
         if isinstance(kernel, CompiledKernel) and kernel.views:
             try:
                 values = [*store.many(inputs), *floats, *kernel.constants]
-                sizes = [(inputs[index], values[index].untyped_storage().nbytes()) for index in kernel.resizes]
+                self._reserve_growth(kernel, values)
                 result = kernel.run(*kernel.pick(values))
                 for number, tensor in zip(outputs, kernel.kept(result) if outputs else (), strict=True):
                     store.put(number, tensor)
@@ -255,9 +253,15 @@ class EagerExecutor:
                 return
             except Exception as error:
                 require_device(self._device, error, kernel.name)
-                self._shrink(sizes, error)
-                store.void([inputs[index] for index in kernel.writes], failure)  # the script sees another shape
-        store.void(outputs, failure)
+        self._void(kernel, inputs, outputs, failure)
+
+    def _void(
+        self, kernel: CompiledKernel | VoidKernel, inputs: Sequence[int], outputs: Sequence[int], failure: WorkerFailure
+    ) -> None:
+        """Void the outputs of an operator, and a tensor of which the script has set another shape than there is."""
+        self._store.void(outputs, failure)
+        if isinstance(kernel, CompiledKernel) and kernel.views:
+            self._store.void([inputs[index] for index in kernel.writes], failure)
 
     def _explain(self, error: Exception, kernel: CompiledKernel, arguments: Sequence[Any]) -> WorkerFailure:
         """Report an operator's exception, and return it as a failure; see :func:`require_device`."""
@@ -311,21 +315,18 @@ class EagerExecutor:
                 self._recount(kernel, inputs)
             raise self._blamed(error, kernel, tensors) from error
 
-    def _shrink(self, sizes: Sequence[tuple[int, int]], error: Exception) -> None:
-        """Void what was enlarged beyond the quota, and give its storage the former size, for its other views.
+    def _reserve_growth(self, kernel: CompiledKernel, values: Sequence[Any]) -> None:
+        """Require room for what ``resize_`` will allocate.
 
-        Args:
-            sizes: Buffers, and the bytes that their storages had.
-            error: The reason.
+        Raises:
+            QuotaExceeded: There is none.
         """
-        if not isinstance(error, QuotaExceeded):
+        if kernel.name.split(".")[1] not in ("resize_", "resize_as_"):
             return
-        for number, size_bytes in sizes:
-            storage = self._store.get(number).untyped_storage()
-            if storage.nbytes() > size_bytes:
-                storage.resize_(size_bytes)
-                self._store.recount(number)
-                self._store.void([number], describe_failure(error, "resize_"))
+        target, size = kernel.pick(values)[:2]
+        shape = size.shape if isinstance(size, Tensor) else size
+        end = target.storage_offset() + math.prod(shape)
+        self._store.reserve(max(0, end * target.itemsize - target.untyped_storage().nbytes()))
 
     def _recount(self, kernel: CompiledKernel, inputs: Sequence[int]) -> None:
         """Update the memory count of inputs whose storages a kernel may have changed."""
