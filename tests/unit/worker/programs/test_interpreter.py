@@ -324,3 +324,45 @@ def test_a_footprint_is_computed_once_for_each_set_of_inputs(count: int, again: 
     assert tape.footprint(()) is tape.footprint(())
     assert tape.footprint((0,)).net_bytes == 0
     assert tape.footprint(()).net_bytes == SPEC.size_bytes
+
+
+# ---- strides
+
+
+def flattened(name: str = "aten.view.default") -> Program:
+    return program(Operator(name, (SlotArgument(0), Many((6,))), {}, (1,), (TensorSpec("float64", (6,)),)))
+
+
+TURNED = X.t().contiguous().t()
+"""The same numbers in another order of memory."""
+
+
+@pytest.mark.parametrize("name", ["aten.view.default", "aten._unsafe_view.default"])
+def test_a_view_that_strides_do_not_allow_is_a_copy_and_any_other_stays_a_view(name: str) -> None:
+    tape = CompiledProgram(flattened(name), CPU)
+    for given_ in (X, TURNED, X, TURNED):
+        (made,) = tape.run([given_], no_seed, WorkerProgress())
+        assert made.tolist() == X.flatten().tolist()
+        assert (made.data_ptr() == given_.data_ptr()) == (given_ is X)
+
+
+def test_an_operator_that_refuses_strides_is_given_contiguous_tensors() -> None:
+    distances = program(
+        Operator("aten._pdist_forward.default", (SlotArgument(0), 2.0), {}, (1,), (TensorSpec("float64", (1,)),))
+    )
+    tape = CompiledProgram(distances, CPU)
+    expected = torch.pdist(X)
+    for given_ in (X, TURNED, TURNED, X):
+        (made,) = tape.run([given_], no_seed, WorkerProgress())
+        assert torch.equal(made, expected)
+
+
+def test_an_error_that_has_nothing_to_do_with_strides_is_the_operators_own() -> None:
+    index = TensorSpec("int64", (2,))
+    pick = Operator("aten.index_select.default", (SlotArgument(0), 0, SlotArgument(1)), {}, (2,), (SPEC,))
+    tape = CompiledProgram(Program((SPEC, index), (pick,), (2,), 3), CPU)
+    with pytest.raises(OperatorFailed, match="index_select") as caught:
+        tape.run([TURNED, torch.tensor([0, 7])], no_seed, WorkerProgress())
+    assert "index" in str(caught.value.__cause__)
+    (made,) = tape.run([TURNED, torch.tensor([1, 0])], no_seed, WorkerProgress())
+    assert torch.equal(made, X[[1, 0]])
