@@ -197,7 +197,7 @@ class _Arrow:
 
         self._path = path
         self._batches: list[Any] | None = None
-        with open(path, "rb") as file:
+        with open(open_regular(path), "rb") as file:
             is_file = file.read(len(ARROW_MAGIC)) == ARROW_MAGIC
         content = pa.memory_map(str(path)).read_buffer()
         dictionary_bytes, sizes = file_sizes(content) if is_file else stream_sizes(content)
