@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -271,7 +272,7 @@ class Plan(PlanPart, frozen=True):
                     f"{MOST_MICRO_BATCHES}: raise micro_batch"
                 )
             sizes = [self.micro_batch] * whole + [rest] * (rest > 0)
-        starts = [sum(sizes[:index]) for index in range(len(sizes))]
+        starts = itertools.accumulate(sizes[:-1], initial=0)
         return tuple(
             MicroBatch(index=index, start=start, size=size)
             for index, (start, size) in enumerate(zip(starts, sizes, strict=True))
