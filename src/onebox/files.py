@@ -1,12 +1,15 @@
-"""Files that are put in place whole or not at all, and that survive a loss of power."""
+"""Files that are put in place whole or not at all, and survive a loss of power; and the reader of files that others may
+have made."""
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
+import stat
 from pathlib import Path
 
-from onebox.portable import sync
+from onebox.portable import open_to_read, sync
 
 
 def put_file(path: Path, content: bytes, *, private: bool = True) -> None:
@@ -48,4 +51,34 @@ def make_folder(path: Path) -> None:
     path.mkdir(exist_ok=True)  # an error for a file
 
 
-__all__ = ["make_folder", "put_file", "sync"]
+def open_regular(path: str | os.PathLike[str]) -> int:
+    """Open a regular file for reading, and return its descriptor, which the caller closes.
+
+    Raises:
+        OSError: It cannot be opened, or is a folder, a pipe or a device: a read might block for ever, or never end.
+    """
+    descriptor = open_to_read(path)
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return descriptor
+    os.close(descriptor)
+    raise OSError(errno.EINVAL, "it is no regular file", os.fspath(path))
+
+
+def read_regular(path: str | os.PathLike[str], most_bytes: int) -> bytes:
+    """Return the content of a regular file.
+
+    Args:
+        path: The file, which may come from others.
+        most_bytes: A larger one is not read.
+
+    Raises:
+        OSError: It cannot be read, is no regular file, or is too large.
+    """
+    with open(open_regular(path), "rb") as file:
+        content = file.read(most_bytes + 1) if os.fstat(file.fileno()).st_size <= most_bytes else None
+    if content is None or len(content) > most_bytes:
+        raise OSError(errno.EFBIG, f"it is larger than {most_bytes} bytes", os.fspath(path))
+    return content
+
+
+__all__ = ["make_folder", "open_regular", "put_file", "read_regular", "sync"]

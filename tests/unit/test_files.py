@@ -2,12 +2,97 @@
 
 from __future__ import annotations
 
+import ast
 import os
 from pathlib import Path
 
 import pytest
 
-from onebox.files import make_folder, put_file
+import onebox
+from onebox.files import make_folder, open_regular, put_file, read_regular
+from tests import leaks
+
+SOURCE = Path(onebox.__file__).parent
+
+READERS = {
+    # files of the kernel
+    "agent/cgroups.py",
+    "agent/lease_processes.py",
+    "engine/state/partial_saves.py",
+    "pool/launch/cpu_affinity.py",
+    "pool/launch/worker_user.py",
+    "worker/accelerator/cpu.py",
+    "worker/comm/shm/rendezvous.py",
+    "worker/device.py",
+    "worker/process/heartbeat.py",
+    "worker/sandbox/confine.py",
+    "worker/sandbox/seccomp.py",
+    "worker/system/instruction_sets.py",
+    "worker/system/process_watch.py",
+    "worker/system/tcp_connections.py",
+    # files of this package, of this process, and programs that this user runs
+    "agent/journal.py",
+    "cli/commands/run.py",
+    "feed/datasets/in_memory.py",
+    "pool/launch/fork_server.py",
+    "report/page/page_server.py",
+    "report/run/metrics.py",
+    "worker/process/fork_server.py",
+    "worker/sandbox/allow_list.py",
+}
+"""Modules that read files without :func:`onebox.files.open_regular`: none of these files comes from others."""
+
+
+def reads(node: ast.AST) -> bool:
+    """Return whether a call reads a file by its path, other than by the readers of regular files."""
+    if not isinstance(node, ast.Call):
+        return False
+    name = ast.unparse(node.func)
+    if name.endswith((".read_bytes", ".read_text")):
+        return True
+    if name in ("os.open", "webbrowser.open", "onebox.open"):
+        return False
+    if any(isinstance(one, ast.Call) and ast.unparse(one.func).endswith("open_regular") for one in node.args):
+        return False
+    by_name = name in ("open", "io.open", "os.fdopen")
+    if not by_name and not (name.endswith(".open") and name.count(".") == 1):
+        return False
+    given = [*node.args[by_name : by_name + 1], *(one.value for one in node.keywords if one.arg == "mode")]
+    mode = given[0].value if given and isinstance(given[0], ast.Constant) else "r" if by_name and not given else ""
+    return isinstance(mode, str) and ("r" in mode or "+" in mode) and not mode.strip("rbt+")
+
+
+def test_files_of_others_are_read_by_one_reader() -> None:
+    found = {
+        path.relative_to(SOURCE).as_posix()
+        for path in SOURCE.rglob("*.py")
+        if any(map(reads, ast.walk(ast.parse(path.read_text()))))
+    }
+    assert found - READERS == set(), "read with onebox.files.read_regular, or open_regular"
+    assert READERS - found == set(), "they read nothing"
+
+
+@pytest.mark.parametrize("kind", ["pipe", "zeros", "folder", "link to zeros", "large", "nothing"])
+def test_only_regular_files_of_a_size_are_read(kind: str, tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    if kind == "pipe":
+        os.mkfifo(file)
+    elif kind == "folder":
+        file.mkdir()
+    elif kind == "link to zeros":
+        file.symlink_to("/dev/zero")
+    elif kind == "large":
+        file.write_bytes(bytes(9))
+    with pytest.raises(OSError), leaks.nothing_left():
+        read_regular("/dev/zero" if kind == "zeros" else file, 8)
+
+
+def test_links_to_regular_files_are_followed(tmp_path: Path) -> None:
+    (tmp_path / "blob").write_bytes(b"12345678")
+    (tmp_path / "link").symlink_to("blob")
+    assert read_regular(tmp_path / "link", 8) == b"12345678"
+    with open(open_regular(tmp_path / "link"), "rb") as file:
+        assert file.read(3) == b"123"
 
 
 @pytest.mark.parametrize(("private", "mode"), [(True, 0o600), (False, 0o640)])

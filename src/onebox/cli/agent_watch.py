@@ -8,13 +8,12 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 from onebox.errors import OneboxError, UsageError
 from onebox.pool.backends.agents.agent_connection import AgentConnection
 from onebox.pool.backends.agents.agent_source import connect_agent, paired_agent
 from onebox.pool.keys.keyring import known_agents
-from onebox.pool.spec import AgentPart, Part, asked_parts
+from onebox.pool.spec import AgentPart, Part, asked_parts, read_hosts
 from onebox.report import HostState
 
 _CLOSE_S = 1.0
@@ -27,7 +26,7 @@ def parts_of(spec: str) -> tuple[Part, ...]:
     Raises:
         UsageError: The specification is invalid.
     """
-    return asked_parts(spec, os.environ, lambda name: Path(name).expanduser().read_text(encoding="utf-8"))
+    return asked_parts(spec, os.environ, read_hosts)
 
 
 def agent_parts(spec: str) -> tuple[AgentPart, ...] | None:

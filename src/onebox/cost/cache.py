@@ -17,7 +17,7 @@ from typing import TypeVar
 import msgspec
 from msgspec import Raw, Struct
 
-from onebox.files import put_file
+from onebox.files import put_file, read_regular
 from onebox.portable import access_of_others
 
 FORMAT = 1
@@ -76,12 +76,9 @@ def load(key: str, kind: type[T]) -> T | None:
     with contextlib.suppress(OSError, RuntimeError, ValueError, msgspec.MsgspecError):
         path = cache_folder() / f"{key}.json"
         _own(path.parent)
-        with path.open("rb") as file:
-            content = file.read(MOST_BYTES + 1)
-        if len(content) <= MOST_BYTES:
-            found = msgspec.json.decode(content, type=_File)
-            if (found.format, found.key) == (FORMAT, key):
-                return msgspec.json.decode(found.value, type=kind)
+        found = msgspec.json.decode(read_regular(path, MOST_BYTES), type=_File)
+        if (found.format, found.key) == (FORMAT, key):
+            return msgspec.json.decode(found.value, type=kind)
     return None
 
 

@@ -96,6 +96,7 @@ def style() -> Iterator[None]:
             {
                 "font.size": FONT,
                 "text.color": TEXT,
+                "text.parse_math": False,  # names that others give may have a dollar
                 "axes.labelcolor": TEXT,
                 "axes.edgecolor": TEXT,
                 "axes.facecolor": "none",

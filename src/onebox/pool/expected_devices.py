@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import torch
 
 from onebox.errors import UsageError
 from onebox.pool.devices import DeviceInfo
 from onebox.pool.discovery import LOCAL_HOST, DeviceRequest, cores, requested_devices, require_local_workers
-from onebox.pool.spec import LocalPart, asked_parts
+from onebox.pool.spec import LocalPart, asked_parts, read_hosts
 from onebox.sizes import Memory, parse_budgets
 from onebox.wire import codecs
 from onebox.wire.protocol.responses import NO_INSTRUCTION_SETS
@@ -35,7 +34,7 @@ def expected_devices(
     """
     found: list[DeviceInfo] = []
     budgets = parse_budgets("memory", memory)
-    for part in asked_parts(spec, os.environ, lambda name: Path(name).expanduser().read_text(encoding="utf-8")):
+    for part in asked_parts(spec, os.environ, read_hosts):
         if not isinstance(part, LocalPart):
             raise UsageError(
                 f"pool {spec!r} has devices of other machines, which would have to be asked; describe them by what "

@@ -10,7 +10,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from ipaddress import ip_address
-from pathlib import Path
 
 from onebox.errors import UsageError
 from onebox.pool.backends.agents.agent_socket import own_address
@@ -23,7 +22,7 @@ from onebox.pool.discovery import LOCAL_HOST, requested_devices, require_local_w
 from onebox.pool.errors import raise_first
 from onebox.pool.network.emulated import LinkMap
 from onebox.pool.pool import Pool
-from onebox.pool.spec import AgentPart, RayPart, asked_parts
+from onebox.pool.spec import AgentPart, RayPart, asked_parts, read_hosts
 from onebox.sizes import Memory, parse_budgets
 from onebox.wire import new_keys
 from onebox.wire.protocol.instructions import Ask
@@ -90,7 +89,7 @@ def make_sources(
         UsageError: The specification is wrong, or names a missing device of this machine, or a host that this client
             was not paired with.
     """
-    parts = asked_parts(spec, os.environ, lambda name: Path(name).expanduser().read_text(encoding="utf-8"))
+    parts = asked_parts(spec, os.environ, read_hosts)
     budgets = parse_budgets("memory", memory)
     if len(parts) > 1 and not budgets.alike:
         raise UsageError(

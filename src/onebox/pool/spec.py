@@ -6,12 +6,14 @@ import re
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Annotated
 
 import msgspec
 from msgspec import Meta, Struct
 
 from onebox.errors import UsageError
+from onebox.files import read_regular
 from onebox.pool.discovery import MOST_CPU_WORKERS
 from onebox.pool.keys.keyring import full_address
 from onebox.pool.spec_suggestion import suggestion
@@ -26,6 +28,9 @@ GRAMMAR = (
     "'sim*4@2') and of hosts where 'onebox serve' runs such as 'hostA', 'hostB:7171', 'hostA/cuda:0', 'hostA/cuda*2', "
     "'hostA/cpu*2', 'hostA/sim*4'; 'ray' or 'ray://HOST:PORT'; or a file 'NAME.toml'"
 )
+
+_FILE_BYTES = 1 << 20
+"""Largest file of hosts that is read."""
 
 THIS_MACHINE = "local"
 """Address of this machine in a file of hosts."""
@@ -106,6 +111,16 @@ def asked_parts(spec: str, environment: Mapping[str, str], read: Callable[[str],
         why = (error.strerror if isinstance(error, OSError) else None) or error
         raise UsageError(f"pool {spec!r}{told} cannot be read: {why}") from None
     return parse_hosts(text, spec)
+
+
+def read_hosts(name: str) -> str:
+    """Return the text of a file of hosts.
+
+    Raises:
+        OSError: It cannot be read, or is too large.
+        UnicodeDecodeError: It is no text.
+    """
+    return read_regular(Path(name).expanduser(), _FILE_BYTES).decode()
 
 
 def parse_spec(spec: str) -> tuple[Part, ...]:

@@ -45,6 +45,12 @@ def test_places_devices_and_links_are_named(count: int, tmp_path: Path) -> None:
     assert ("link of 1 Gbit/s" in said) == (count > 1)
 
 
+@pytest.mark.parametrize("name", ["a$b$c", "$\\frac{$", "x$\\bad$"])
+def test_a_dollar_in_a_name_is_one(name: str, tmp_path: Path) -> None:
+    save(topology_figure((Place(name=name, devices=places(1)[0].devices),), (), title=name), tmp_path / "pool.svg")
+    assert texts(tmp_path / "pool.svg").count(name) == 2
+
+
 def test_links_that_were_not_measured_are_said_to_be(tmp_path: Path) -> None:
     save(topology_figure(places(3), links(3, None)), tmp_path / "pool.svg")
     said = texts(tmp_path / "pool.svg")

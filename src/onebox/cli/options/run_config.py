@@ -9,6 +9,7 @@ import msgspec
 
 from onebox.cli.options.jobs import TrainConfig
 from onebox.errors import UsageError
+from onebox.files import read_regular
 
 _NOT_STORED = ("run", "resume", "page", "page_port")
 _MAY_CHANGE = (
@@ -17,6 +18,8 @@ _MAY_CHANGE = (
     *_NOT_STORED,
 )
 """Options that may differ when a run is resumed: those of its length, place and display, not of its computation."""
+
+_CONFIG_BYTES = 1 << 20
 
 
 def to_stored(config: TrainConfig) -> dict[str, object]:
@@ -35,12 +38,12 @@ def read_config(folder: Path) -> TrainConfig:
     """
     file = folder / "config.json"
     try:
-        values = msgspec.json.decode(file.read_bytes(), type=dict[str, object])
+        values = msgspec.json.decode(read_regular(file, _CONFIG_BYTES), type=dict[str, object])
     except FileNotFoundError:
         raise UsageError(f"--resume {folder}: there is no run in it, as there is no {file}") from None
     except OSError as error:
         raise UsageError(f"--resume {folder}: {file} cannot be read: {error.strerror}") from None
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise UsageError(f"{file} is damaged, or no configuration of a run: {error}") from None
     known = {field.name for field in dataclasses.fields(TrainConfig)} - set(_NOT_STORED)
     odd = sorted(set(values) ^ known)

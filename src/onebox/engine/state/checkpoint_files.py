@@ -32,7 +32,7 @@ from onebox.engine.state.pieces import Key
 from onebox.engine.state.tensor_files import write_tensors
 from onebox.engine.workload.loss_reduction import ReductionName
 from onebox.errors import CheckpointError, UsageError
-from onebox.files import make_folder, sync
+from onebox.files import make_folder, open_regular, read_regular, sync
 from onebox.graph import Precision
 from onebox.plan import Plan
 from onebox.plan_names import LossyPart
@@ -471,10 +471,7 @@ def _manifest_bytes(path: Path) -> bytes:
     Raises:
         OSError: It cannot be read, or is too large.
     """
-    file = path / _MANIFEST
-    if file.stat().st_size > _MANIFEST_BYTES:
-        raise OSError(f"it is larger than {_MANIFEST_BYTES} bytes")
-    return file.read_bytes()
+    return read_regular(path / _MANIFEST, _MANIFEST_BYTES)
 
 
 def _check_groups(manifest: Mapping[str, Any]) -> None:
@@ -513,7 +510,7 @@ def _verify(path: Path, entry: FileEntry) -> None:
 
 
 def _entry(file: Path) -> FileEntry:
-    with file.open("rb") as stream:
+    with open(open_regular(file), "rb") as stream:
         return FileEntry(file.name, file.stat().st_size, hashlib.file_digest(stream, "sha256").hexdigest())
 
 

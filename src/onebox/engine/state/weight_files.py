@@ -27,9 +27,8 @@ from onebox.engine.state.partial_saves import temporary_folder
 from onebox.engine.state.tensor_files import StoredTensor, stored_tensors, write_tensors
 from onebox.engine.workload.named_state import NamedState
 from onebox.errors import CheckpointError, UsageError
-from onebox.files import make_folder, sync
+from onebox.files import make_folder, read_regular, sync
 from onebox.frozen_weights import QuantizedLinear
-from onebox.sizes import size_text
 from onebox.trainer_options import Weights
 from onebox.wire import DTYPES, TensorSpec
 
@@ -348,9 +347,7 @@ def _stored_in(path: Path) -> dict[str, StoredTensor]:
 def _read_index(index: Path) -> dict[str, str]:
     """Return the file of each tensor as an index says."""
     try:
-        if index.stat().st_size > _INDEX_BYTES:
-            raise OSError(f"it is larger than {size_text(_INDEX_BYTES)}")
-        places = msgspec.json.decode(index.read_bytes(), type=_Index).weight_map
+        places = msgspec.json.decode(read_regular(index, _INDEX_BYTES), type=_Index).weight_map
     except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CheckpointError(f"{index} cannot be read: {error}", path=index) from None
     for name, file in places.items():

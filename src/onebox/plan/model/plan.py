@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -13,6 +14,7 @@ import msgspec
 
 from onebox.drawing import StepChart, notebook, save, step_figure
 from onebox.errors import UsageError
+from onebox.files import read_regular
 from onebox.plan.model.load_chart import load_chart
 from onebox.plan.model.schedule import Routes
 from onebox.plan.model.shares import apportion, deal
@@ -36,6 +38,14 @@ class MicroBatch:
     index: int
     start: int
     size: int
+
+
+MOST_STAGES = 1024
+MOST_MICRO_BATCHES = 1 << 16
+"""Limits of a plan, which takes time and memory with each of them: far above all that devices make sense for."""
+
+PLAN_BYTES = 64 << 20
+"""Largest plan file that is read: one of the largest plans there can be takes some MB."""
 
 
 class Prediction(PlanPart, frozen=True):
@@ -99,6 +109,8 @@ class Plan(PlanPart, frozen=True):
             raise UsageError(f"a plan of format {self.format}; this version of onebox knows format 1")
         if not self.stages:
             raise UsageError("a plan has at least one stage")
+        if len(self.stages) > MOST_STAGES:
+            raise UsageError(f"a plan of {len(self.stages)} stages; allowed are {MOST_STAGES}")
         if self.micro_batch is not None and self.micro_batch < 1:
             raise UsageError(f"micro_batch={self.micro_batch}: a micro-batch has at least one sample")
         if self.sync not in ("workers", "client"):
@@ -159,7 +171,7 @@ class Plan(PlanPart, frozen=True):
         if self.sync == "client":
             raise UsageError("sync='client' is for plans of one stage; leave it out")
         names = [name for stage in self.stages for name in stage.segments]
-        twice = sorted({name for name in names if names.count(name) > 1})
+        twice = sorted(name for name, count in Counter(names).items() if count > 1)
         self._check_split()
         if len(self.stages) == 1:
             return
@@ -169,10 +181,9 @@ class Plan(PlanPart, frozen=True):
             )
 
     def _check_split(self) -> None:
+        used = Counter(device for stage in self.stages for replica in stage.replicas for device in replica)
         for stage in self.stages:
-            own = {device for replica in stage.replicas for device in replica}
-            others = [d for other in self.stages if other is not stage for replica in other.replicas for d in replica]
-            shared = sorted(own & set(others))
+            shared = sorted(device for replica in stage.replicas for device in replica if used[device] > 1)
             if stage.ranks > 1 and shared:
                 raise UsageError(f"device {shared[0]} splits the layers of a stage, and has no part in another one")
 
@@ -247,13 +258,21 @@ class Plan(PlanPart, frozen=True):
 
         Returns:
             The micro-batches, in the order of their samples.
+
+        Raises:
+            UsageError: There are more than :data:`MOST_MICRO_BATCHES`.
         """
         if self.micro_batch is None:
             sizes = [size for size in apportion(batch, self.stages[0].shares) if size]
         else:
             whole, rest = divmod(batch, self.micro_batch)
+            if whole >= MOST_MICRO_BATCHES:
+                raise UsageError(
+                    f"{whole} micro-batches of {self.micro_batch} in a batch of {batch}; allowed are "
+                    f"{MOST_MICRO_BATCHES}: raise micro_batch"
+                )
             sizes = [self.micro_batch] * whole + [rest] * (rest > 0)
-        starts = [sum(sizes[:index]) for index in range(len(sizes))]
+        starts = itertools.accumulate(sizes[:-1], initial=0)
         return tuple(
             MicroBatch(index=index, start=start, size=size)
             for index, (start, size) in enumerate(zip(starts, sizes, strict=True))
@@ -373,7 +392,7 @@ class Plan(PlanPart, frozen=True):
             return msgspec.json.decode(text, type=cls)
         except UsageError:
             raise
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise UsageError(f"{source} is no plan file: {error}") from None
 
     @classmethod
@@ -384,7 +403,7 @@ class Plan(PlanPart, frozen=True):
             UsageError: It cannot be read, or is not a valid plan file.
         """
         try:
-            text = Path(path).read_bytes()
+            text = read_regular(path, PLAN_BYTES)
         except OSError as error:
             raise UsageError(f"cannot read plan {path}: {error.strerror}") from None
         return cls.from_json(text, str(path))

@@ -16,7 +16,7 @@ from typing import TypeVar
 import msgspec
 
 from onebox.errors import UsageError
-from onebox.files import put_file
+from onebox.files import open_regular, put_file
 from onebox.portable import access_of_others, lock_file
 
 MOST_BYTES = 1 << 20
@@ -36,7 +36,7 @@ def read(path: Path, kind: type[T], *, secret: bool = False) -> T | None:
     """
     try:
         _check_folder(path.parent)
-        with path.open("rb") as file:
+        with open(open_regular(path), "rb") as file:
             _check_mode(path, os.fstat(file.fileno()), secret=secret)
             content = file.read(MOST_BYTES + 1)
     except FileNotFoundError:

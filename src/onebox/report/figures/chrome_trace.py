@@ -104,7 +104,7 @@ class Timeline:
         """
         try:
             events = msgspec.json.decode(trace, type=_Trace).traceEvents
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise UsageError(f"this is no trace that onebox has written: {error}") from None
         names: dict[int, str] = {}
         tracks: dict[int, str] = {}

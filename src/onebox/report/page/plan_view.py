@@ -53,9 +53,13 @@ def _measured(row: StageComparison) -> tuple[PhaseTime, ...]:
 
 
 def _predicted(plan: Plan, stage: int, place: int) -> tuple[PhaseTime, ...]:
-    if plan.predicted is None:
+    found = plan.predicted
+    if found is None:
         return ()
-    seconds = plan.predicted.replicas_s[stage][place] if plan.predicted.replicas_s else plan.predicted.stages_s[stage]
+    try:
+        seconds = found.replicas_s[stage][place] if found.replicas_s else found.stages_s[stage]
+    except IndexError:  # a plan that others have written may predict less
+        return ()
     kinds: tuple[Kind, ...] = ("F", "I", "W")
     return tuple(
         PhaseTime(kind=PHASES[kind], predicted_s=each, measured_s=None)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from onebox.errors import UsageError
-from onebox.plan import Plan
+from onebox.files import open_regular, read_regular
+from onebox.plan import Kind, Plan
 from onebox.report.figures.chrome_trace import Timeline
 from onebox.report.page.history import RunHistory
 from onebox.report.page.plan_view import PHASES, plan_view
@@ -33,6 +34,42 @@ _READ_BYTES = 4 << 20
 
 _FILE_BYTES = 256 << 20
 """Largest file that is read as a whole."""
+
+_OBJECT_BYTES = 16 << 20
+"""Largest file that becomes Python's objects, which take many times its size."""
+
+
+T = TypeVar("T")
+
+
+class _Pair(msgspec.Struct):
+    """A predicted and a measured number of a summary."""
+
+    predicted: float | None = None
+    measured: float | None = None
+
+
+class _Stage(msgspec.Struct):
+    """The times of a replica of a stage in a summary."""
+
+    stage: int
+    devices: tuple[int, ...]
+    seconds: dict[Kind, _Pair]
+
+
+class _Comparison(msgspec.Struct):
+    """What the page shows of the comparison in a summary."""
+
+    step_s: _Pair | None = None
+    bubble: _Pair | None = None
+    stages: tuple[_Stage, ...] = ()
+
+
+class _Peak(msgspec.Struct):
+    """What the page shows of a device in a summary, beside :class:`RunDevice`."""
+
+    number: int
+    peak_bytes: int | None = None
 
 
 class RecordedRun:
@@ -76,15 +113,15 @@ class RecordedRun:
             self._noted = text + state
             self._history.end(state, text, at_s=None)
         plan = status.plan if status is not None and status.plan is not None else self._plan
-        found = self._summary.get("comparison") or {}
-        step_s, bubble = _pair(found, "step_s"), _pair(found, "bubble")
+        found = _known(self._summary.get("comparison"), _Comparison, _Comparison())
+        step_s, bubble = found.step_s or _Pair(), found.bubble or _Pair()
         predicted = plan.predicted if plan is not None else None
         numbers = msgspec.structs.replace(
             self._history.numbers,
-            predicted_s=step_s[0] or (predicted.step_s if predicted else None),
-            step_s=step_s[1],
-            predicted_bubble=bubble[0] if step_s[0] else predicted.bubble if predicted else None,
-            bubble=bubble[1],
+            predicted_s=step_s.predicted or (predicted.step_s if predicted else None),
+            step_s=step_s.measured,
+            predicted_bubble=bubble.predicted if step_s.predicted else predicted.bubble if predicted else None,
+            bubble=bubble.measured,
             bound=_bound(self._history.numbers.feed),
             staleness=_staleness(self._summary),
         )
@@ -162,9 +199,9 @@ class RecordedRun:
 
     def _hosts(self) -> tuple[HostView, ...]:
         """Return the pool as it was opened, with peaks of memory once they are known."""
-        recorded = self._summary.get("devices") or ()
-        peaks = {each.get("number"): each.get("peak_bytes") for each in recorded if isinstance(each, dict)}
-        devices = self._status.devices if self._status is not None else _devices_of(recorded)
+        recorded = self._summary.get("devices")
+        peaks = {each.number: each.peak_bytes for each in _known(recorded, tuple[_Peak, ...], ())}
+        devices = self._status.devices if self._status is not None else _known(recorded, tuple[RunDevice, ...], ())
         found: dict[str, list[DeviceView]] = {}
         for device in devices:
             view = DeviceView(
@@ -221,7 +258,7 @@ class GrowingFile:
             add: Called with each record.
         """
         try:
-            with self._path.open("rb") as file:
+            with open(open_regular(self._path), "rb") as file:
                 about = os.fstat(file.fileno())
                 same = (about.st_dev, about.st_ino) == self._file and about.st_size >= self._place
                 if not same:
@@ -240,7 +277,7 @@ class GrowingFile:
         for line in lines:
             try:
                 record = msgspec.json.decode(line, type=dict[str, Any])
-            except (msgspec.MsgspecError, UnicodeDecodeError):
+            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
                 continue
             add(record)
 
@@ -263,20 +300,18 @@ def newest_run(root: Path | str = "runs") -> Path:
     return max(folders, key=lambda folder: (folder / "config.json").stat().st_mtime_ns)
 
 
-def _content(path: Path) -> bytes | None:
+def _content(path: Path, most_bytes: int = _FILE_BYTES) -> bytes | None:
     try:
-        if path.stat().st_size > _FILE_BYTES:
-            return None
-        return path.read_bytes()
+        return read_regular(path, most_bytes)
     except OSError:
         return None
 
 
 def _json(path: Path) -> Mapping[str, Any] | None:
-    content = _content(path)
+    content = _content(path, _OBJECT_BYTES)
     try:
         return None if content is None else msgspec.json.decode(content, type=dict[str, Any])
-    except (msgspec.MsgspecError, UnicodeDecodeError):
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
 
 
@@ -287,19 +322,21 @@ def _plan(path: Path) -> Plan | None:
         return None
 
 
-def _pair(found: Mapping[str, Any], name: str) -> tuple[float | None, float | None]:
-    pair = found.get(name)
-    return (pair.get("predicted"), pair.get("measured")) if isinstance(pair, dict) else (None, None)
+def _known(found: object, kind: type[T], otherwise: T) -> T:
+    """Return a value of a file as what it should be; something else where it is not that."""
+    try:
+        return msgspec.convert(found, kind)
+    except (msgspec.ValidationError, RecursionError):
+        return otherwise
 
 
-def _with_measured(view: PlanView, found: Mapping[str, Any]) -> PlanView:
+def _with_measured(view: PlanView, found: _Comparison) -> PlanView:
     """Return a plan with the times in the comparison of a summary."""
     times: dict[tuple[int, str], tuple[PhaseTime, ...]] = {}
-    for row in found.get("stages") or ():
-        devices = " + ".join(map(str, row["devices"]))
-        times[row["stage"], devices] = tuple(
-            PhaseTime(kind=PHASES[kind], predicted_s=pair["predicted"], measured_s=pair["measured"])
-            for kind, pair in row["seconds"].items()
+    for row in found.stages:
+        times[row.stage, " + ".join(map(str, row.devices))] = tuple(
+            PhaseTime(kind=PHASES[kind], predicted_s=pair.predicted, measured_s=pair.measured)
+            for kind, pair in row.seconds.items()
         )
     stages = tuple(
         msgspec.structs.replace(stage, times=times.get((stage.stage, stage.devices), stage.times))
@@ -308,20 +345,12 @@ def _with_measured(view: PlanView, found: Mapping[str, Any]) -> PlanView:
     return msgspec.structs.replace(view, stages=stages)
 
 
-def _devices_of(recorded: Sequence[Mapping[str, Any]]) -> tuple[RunDevice, ...]:
-    """Return the devices in the summary of a run whose folder has no status."""
-    try:
-        return msgspec.convert(recorded, tuple[RunDevice, ...])
-    except msgspec.ValidationError:
-        return ()
-
-
 def _bound(feed: str) -> str:
     """Return what the report on the feed says about the bottleneck."""
     return feed.removeprefix("bound by ").partition(";")[0]
 
 
 def _staleness(summary: Mapping[str, Any]) -> str:
-    delays = summary.get("delays") or {}
+    delays = _known(summary.get("delays"), dict[str, int | float], {})
     said = [f"{steps} steps late by {late}" for late, steps in delays.items() if late != "0"]
     return ", ".join(said) or "exact steps"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -12,9 +13,10 @@ from typing import Any, Self
 import msgspec
 
 from onebox.errors import UsageError
-from onebox.files import put_file
+from onebox.files import open_regular, put_file, read_regular
 from onebox.report.run.json_files import to_json
 
+_LARGEST_BYTES = 4 << 30
 _WAITING_BYTES = 16 << 20
 """Limit of buffered lines that cannot be written; later lines are lost."""
 
@@ -80,6 +82,7 @@ class MetricsLog:
 
 
 def _drop_unfinished_line(path: Path) -> None:
+    os.close(open_regular(path))  # to open a pipe would block
     with path.open("r+b") as file:
         file.truncate(file.read().rfind(b"\n") + 1)
 
@@ -99,7 +102,7 @@ def rewind_metrics(path: Path | str, *, step: int, epochs: float = math.inf) -> 
     path = Path(path)
     if not path.exists():
         return
-    content = path.read_bytes()
+    content = read_regular(path, _LARGEST_BYTES)
     lines = content[: content.rfind(b"\n") + 1].splitlines(keepends=True)
     kept = [line for line in lines if _stays(path, line, step, epochs)]
     put_file(path, b"".join(kept), private=False)

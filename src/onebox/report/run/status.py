@@ -12,7 +12,7 @@ import msgspec
 import psutil
 from msgspec import Struct
 
-from onebox.files import put_file
+from onebox.files import put_file, read_regular
 from onebox.plan import Plan
 from onebox.pool import DeviceInfo
 
@@ -104,9 +104,8 @@ class RunStatus(Struct, frozen=True, kw_only=True):
     def read(cls, path: Path) -> RunStatus | None:
         """Return the status in a file; ``None`` if there is none, or if it is not readable."""
         try:
-            with path.open("rb") as file:
-                return msgspec.json.decode(file.read(_LARGEST_BYTES), type=cls)
-        except (OSError, msgspec.MsgspecError, UnicodeDecodeError, ValueError):
+            return msgspec.json.decode(read_regular(path, _LARGEST_BYTES), type=cls)
+        except (OSError, msgspec.MsgspecError, UnicodeDecodeError, ValueError, RecursionError):
             return None
 
     def write(self, path: Path) -> None:

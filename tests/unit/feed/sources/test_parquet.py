@@ -1,5 +1,6 @@
 """Tables in files of Parquet and Arrow: columns, types, row groups that are kept, and what is wrong."""
 
+import contextlib
 import json
 import os
 import sys
@@ -232,6 +233,32 @@ def test_lengths_in_a_file_are_not_believed(tmp_path):
     path.write_bytes(content.replace(ends, np.array([0, 3, 1 << 30], dtype=np.int32).tobytes()))
     with pytest.raises(DataError, match=r"x.arrow: row group 0 is damaged or cannot be read"):
         Parquet(path).read(1)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="nothing is forked here")
+def test_metadata_that_contradict_themselves_end_another_process(tmp_path):
+    table = pa.table({"a": ["x", "yy", None] * 20, "b": [[1, 2], None, [3]] * 20})
+    whole = write(tmp_path / "x.parquet", table).read_bytes()
+    start = len(whole) - 8 - int.from_bytes(whole[-8:-4], "little")
+    schema = whole.index(b"list", start)
+    bad = tmp_path / "bad.parquet"
+    ended = []
+    for place in range(start, schema + 60):
+        for value in {0, 1, 2} - {whole[place]}:
+            bad.write_bytes(whole[:place] + bytes([value]) + whole[place + 1 :])
+            try:
+                groups = RowGroups([tmp_path / "x.parquet", bad], max_bytes=1 << 20)
+            except DataError as error:
+                if "ended by" in str(error):
+                    assert error.path == bad
+                    ended.append(place)
+                continue
+            for group in groups:
+                with contextlib.suppress(DataError):
+                    groups.load(group)
+        if ended:
+            break
+    assert ended, "this pyarrow survives all of them"
 
 
 def test_columns_of_one_name(tmp_path):

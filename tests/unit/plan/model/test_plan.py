@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from msgspec.structs import replace
 
 from onebox.errors import UsageError
 from onebox.plan import SCHEDULES, MicroBatch, Plan, Prediction, Stage, apportion, as_data, deal
+from onebox.plan.model.plan import MOST_MICRO_BATCHES, MOST_STAGES
 
 
 @st.composite
@@ -295,3 +297,22 @@ def test_a_device_that_splits_layers_has_no_other_stage() -> None:
 def test_replicas_of_a_stage_are_split_alike() -> None:
     with pytest.raises(UsageError, match="as many devices"):
         Stage(replicas=((0, 1), (2,)), shares=(1.0, 1.0))
+
+
+def test_a_plan_has_a_bounded_number_of_stages_and_micro_batches() -> None:
+    made = tuple(Stage(segments=(f"part{number}",), replicas=((0,),), shares=(1.0,)) for number in range(MOST_STAGES))
+    assert len(Plan(stages=made, micro_batch=1).stages) == MOST_STAGES
+    more = (*made, replace(made[0], segments=("one more",)))
+    with pytest.raises(UsageError, match=f"{len(more)} stages; allowed are {MOST_STAGES}"):
+        Plan(stages=more, micro_batch=1)
+    plan = Plan.data_parallel([0], [1.0], micro_batch=2)
+    assert len(plan.micro_batches(2 * MOST_MICRO_BATCHES - 1)) == MOST_MICRO_BATCHES
+    with pytest.raises(UsageError, match="raise micro_batch"):
+        plan.micro_batches(1 << 60)
+
+
+def test_no_special_file_is_read_as_a_plan(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "plan.json")
+    for file in (tmp_path / "plan.json", "/dev/zero"):
+        with pytest.raises(UsageError, match="no regular file"):
+            Plan.read(file)

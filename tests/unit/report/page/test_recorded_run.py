@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -48,6 +49,47 @@ def step(number: int) -> dict[str, Any]:
 def status(**changes: Any) -> RunStatus:
     begun = RunStatus.of_this_process("cnn on digits", total_steps=20, epochs=2, devices=DEVICES)
     return msgspec.structs.replace(begun, **changes)
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "plan.json", "status.json", "summary.json", "timeline.json"])
+@pytest.mark.parametrize("kind", ["pipe", "zeros"])
+def test_no_special_file_holds_up_the_page(name: str, kind: str, run: Path) -> None:
+    if kind == "pipe":
+        os.mkfifo(run / name)
+    else:
+        (run / name).symlink_to("/dev/zero")
+    found = RecordedRun(run)
+    assert found.state().head.name == "cnn on digits"
+    assert found.trace() is None
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_no_odd_value_stops_the_page(seed: int, run: Path) -> None:
+    chance = random.Random(seed)
+    odd = [None, -1, 0, 1e308, 10**30, "\x1b[31m", [], {}, [[]], {"predicted": "x", "measured": [1]}, True, "9" * 400]
+
+    def some(*names: str) -> dict[str, Any]:
+        return {name: chance.choice(odd) for name in names if chance.random() < 0.8}
+
+    row = some("devices", "stage", "seconds") | ({"seconds": {"F": chance.choice(odd)}} if seed % 3 else {})
+    summary = some("devices", "delays", "comparison", "steps", "best")
+    if seed % 2:
+        summary["comparison"] = some("step_s", "bubble", "stages") | {"stages": [row]}
+        summary["devices"] = [some("number", "peak_bytes", "host")]
+    (run / "summary.json").write_text(json.dumps(summary))
+    event = some("pid", "tid", "ts", "dur", "name", "args", "cat") | {"ph": chance.choice("XMB")}
+    (run / "timeline.json").write_text(json.dumps({"traceEvents": [event]}))
+    append(run, *(some("step", "loss", "event", "epoch", "time", "feed", "text", "samples", "test") for _ in range(5)))
+    found = RecordedRun(run)
+    for _ in range(2):
+        state = found.state()
+        assert all(msgspec.json.encode(getattr(state, name)) for name in state.__struct_fields__)
+
+
+@pytest.mark.parametrize("name", ["plan.json", "summary.json", "timeline.json", "metrics.jsonl"])
+def test_nothing_is_too_deep(name: str, run: Path) -> None:
+    (run / name).write_bytes(b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}\n")
+    assert RecordedRun(run).state().head.name == "cnn on digits"
 
 
 def test_a_run_that_has_only_its_settings(run: Path) -> None:

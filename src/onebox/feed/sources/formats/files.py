@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import glob
 import os
 import re
-import stat
 import weakref
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from onebox import files
 from onebox.errors import DataError, UsageError
-from onebox.portable import open_to_read, read_at
+from onebox.portable import read_at
 
 MAX_NAMES = 100_000  # limit of one pattern: more shards than any known data set has
 MAX_FILE_BYTES = 1 << 28  # limit of one sample: a thousand times a usual picture
@@ -139,10 +140,11 @@ def open_regular(path: str | os.PathLike[str], *, sample: object = None) -> int:
         DataError: It is a folder, a pipe or a device, on which a read might block for ever.
         OSError: It cannot be opened.
     """
-    fd = open_to_read(path)
-    if stat.S_ISREG(os.fstat(fd).st_mode):
-        return fd
-    os.close(fd)
+    try:
+        return files.open_regular(path)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
     raise DataError(f"{path} is no regular file; data are read from files only.", path=path, sample=sample)
 
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from onebox.errors import DataError
+from onebox.feed.sources.formats.files import open_regular
 
 UINT8_CODE = 0x08
 GZIP_MAGIC = b"\x1f\x8b"
@@ -38,7 +39,7 @@ def read_idx(path: Path, *, dims: int) -> Tensor:
         DataError: The file cannot be read, or is not exactly one well-formed array within the size limit.
     """
     try:
-        with path.open("rb") as file:
+        with open(open_regular(path), "rb") as file:
             zipped = file.read(2) == GZIP_MAGIC
             file.seek(0)
             if not zipped:

@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import bisect
+import contextlib
+import faulthandler
 import os
+import select
+import signal
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from onebox.errors import DataError
 from onebox.extras import import_extra
 from onebox.feed.sources.formats.arrow_sizes import file_sizes, stream_sizes
 from onebox.feed.sources.formats.files import open_regular, unreadable
 from onebox.feed.sources.formats.parquet_pages import column_bounds
+from onebox.forking import fork
 
 ARROW_ENDINGS = (".arrow", ".feather", ".ipc")
 ARROW_MAGIC = b"ARROW1"  # first bytes of an Arrow file, absent in an Arrow stream
 
+
+_TRIAL_S = 30.0
+"""Longest trial of one file; what takes longer is left to the reader."""
 
 READING = "Reading Parquet and Arrow files"
 
@@ -51,6 +59,7 @@ class RowGroups:
         self._ends: list[int] = []  # rows up to the end of each group
         self._first_rows: list[int] = []  # of each file
         rows = 0
+        _try_first([path for path in self.paths if path.suffix.lower() not in ARROW_ENDINGS])
         for number, path in enumerate(self.paths):
             self._first_rows.append(rows)
             for group, (count, size_bytes) in enumerate(self._open(path)):
@@ -151,6 +160,59 @@ class _Limit(NamedTuple):
             raise DataError(f"{came}; {todo}", path=self.path)
 
 
+def _try_first(paths: Sequence[Path]) -> None:
+    """Require that a process survives the metadata of Parquet files: by some that contradict themselves, such as in the
+    statistics of sizes, pyarrow ends it. A forked process reads them first, which has nothing to lose.
+
+    Raises:
+        DataError: One of them ends it.
+    """
+    if not paths or not hasattr(os, "fork"):
+        return
+    parquet = import_extra("pyarrow.parquet", READING)
+    outlet, inlet = os.pipe()
+    try:
+        child = fork()
+    except OSError:  # as many processes as there may be
+        os.close(outlet)
+        os.close(inlet)
+        return
+    if not child:
+        _read_metadata(parquet, paths, inlet)
+    os.close(inlet)
+    tried = 0
+    try:
+        while select.select([outlet], [], [], _TRIAL_S)[0] and (said := os.read(outlet, 1 << 12)):
+            tried += len(said)
+    finally:
+        os.close(outlet)
+        os.kill(child, signal.SIGKILL)  # it has ended, or waits for what another thread held when it was forked
+        _, status = os.waitpid(child, 0)
+    if tried < len(paths) and os.WIFSIGNALED(status) and os.WTERMSIG(status) != signal.SIGKILL:
+        path, name = paths[tried], signal.Signals(os.WTERMSIG(status)).name
+        problem = f"{path} is no Parquet file that can be read (a process that tried was ended by {name})"
+        raise DataError(f"{problem}. Fetch it again, or name another.", path=path)
+
+
+def _read_metadata(parquet: Any, paths: Sequence[Path], inlet: int) -> NoReturn:
+    """Read all that is read of files before their pages, say so with a byte for each, and end this process."""
+    try:
+        import resource  # not on every system, as a fork is not
+
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        faulthandler.disable()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # a library's last words
+        for path in paths:
+            with contextlib.suppress(Exception), parquet.ParquetFile(path) as file:  # raised by the next to open it
+                for number in range(file.metadata.num_row_groups if file.schema_arrow is not None else 0):
+                    group = file.metadata.row_group(number)
+                    for column in range(group.num_columns):
+                        group.column(column)
+            os.write(inlet, b".")
+    finally:
+        os._exit(0)
+
+
 class _Parquet:
     """A Parquet file; it is opened anew for each group, as a reader is not thread-safe."""
 
@@ -197,7 +259,7 @@ class _Arrow:
 
         self._path = path
         self._batches: list[Any] | None = None
-        with open(path, "rb") as file:
+        with open(open_regular(path), "rb") as file:
             is_file = file.read(len(ARROW_MAGIC)) == ARROW_MAGIC
         content = pa.memory_map(str(path)).read_buffer()
         dictionary_bytes, sizes = file_sizes(content) if is_file else stream_sizes(content)
