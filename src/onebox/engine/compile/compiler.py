@@ -212,8 +212,7 @@ class Compiler:
         """The buffers that training changes."""
         self.holdings = self._sharding(parts, links, plain_links=plain_links)
         check_elements(optimizers, state, wanted, self.holdings)
-        everybody = self.holdings.parted(self.trained) or len(plan.stages) > 1
-        groups = self.holdings.groups(self.trained, self.affine, everybody=everybody)
+        groups = self.holdings.groups(self.trained, self.affine)
         self.groups: Mapping[Members, int] = {members: group_number(members) for members in groups}
         """The number of each set of workers that exchange something."""
         self.untagged: Mapping[int, Members] = untagged_groups(plan, self.groups, devices)

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar, get_args
 
+from msgspec.structs import replace
 from torch import Tensor
 
 from onebox.errors import WireError
@@ -30,6 +31,7 @@ from onebox.wire.protocol.instructions import (
     Reduce,
     Rename,
     Send,
+    Vote,
     references,
 )
 from onebox.wire.protocol.requests import (
@@ -56,6 +58,7 @@ from onebox.worker.execution.errors import describe_failure, require_device
 from onebox.worker.execution.numerics import NumericState
 from onebox.worker.execution.optimizer_steps import OptimizerSteps
 from onebox.worker.execution.pending_reply import Outcome, PendingReply
+from onebox.worker.execution.step_votes import StepVotes
 from onebox.worker.faults import FaultInjector
 from onebox.worker.memory.buffers import BufferStore, Poisoned, QuotaExceeded
 from onebox.worker.memory.host import HostMemory
@@ -73,7 +76,7 @@ Report = Callable[[WorkerFailure], None]
 _ANSWERED = frozenset({Get, Ask, Perform, Snapshot, Read, Lay, Remembered})
 """Instructions with awaited replies; if there can be none, the failure is the reply."""
 
-_AHEAD = frozenset({Put, Call, Send, Receive, Free, Rename, OptimizerStep, Ask})
+_AHEAD = frozenset({Put, Call, Send, Receive, Free, Rename, OptimizerStep, Vote, Ask})
 """Instructions that the host executes ahead of an emulated device; before any other the device's work ends."""
 
 
@@ -125,8 +128,17 @@ class Executor:
         self._snapshots = SnapshotService(accelerator, self.store, self.host, self._groups, self._definition, faults)
         self._collectives = CollectiveExecutor(self.store, self._groups, self._before_update)
         self._offloader = Offloader(accelerator, self.store, self.host, faults, self.progress)
+        self._votes = StepVotes(
+            accelerator, self.store, self._groups, lambda number: self._definition(number, CompiledProgram)
+        )
         self._updates = OptimizerSteps(
-            device, self.store, self._offloader, self._definition, self._before_update, self.progress
+            device,
+            self.store,
+            self._offloader,
+            self._definition,
+            self._before_update,
+            self._votes.takes_effect,
+            self.progress,
         )
         self._numerics = NumericState()
         self._trace = Trace()
@@ -211,6 +223,7 @@ class Executor:
 
         self._run = run
         self._updates.begin(run, routine.steps, self._definitions)
+        self._votes.begin(run, routine.optimizer)
         if not (run.trace and self._trace.enabled):
             self._trace = Trace(self.store if run.trace else None, self._device.accelerator, self.progress.now_ns)
         trace = self._trace
@@ -230,6 +243,7 @@ class Executor:
                 between()
         trace.close()
         self._place = None
+        self._votes.end()
         if poisoned is not None:
             raise poisoned
         return results
@@ -258,12 +272,17 @@ class Executor:
             progress.settle()
         try:
             self._faults.before(progress)
+            if self._votes.skips(instruction, resolve):
+                return []
             results = self._handlers[type(instruction)](self, instruction, frames, resolve)
             if type(instruction) in _ANSWERED:
                 self._groups.check()  # after a wait for the device, which an interrupted operation ends with any values
             return results
         except Poisoned as error:
             progress.settle()
+            if objection := self._votes.objects(instruction, error.failure, resolve):
+                self._report(objection)
+                return []
             self._void(instruction, error.failure, resolve)
             if type(instruction) in _ANSWERED:
                 raise
@@ -274,6 +293,11 @@ class Executor:
             progress.settle()
             require_device(self._device, error, progress.doing)
             failure = describe_failure(error, progress.doing, self._place)
+            if isinstance(instruction, Put) and not instruction.there:
+                failure = replace(failure, kept=True)
+            if objection := self._votes.objects(instruction, failure, resolve):
+                self._report(objection)
+                return []
             self._void(instruction, failure, resolve)
             self._report(failure)
             if type(instruction) in _ANSWERED:
@@ -302,7 +326,9 @@ class Executor:
             )
             if isinstance(what, Routine):
                 self._owed[instruction.number] = groups_of(what)
-        if isinstance(instruction, Reduce | Gather | Broadcast | Send | FormGroup):
+        if isinstance(instruction, Vote):
+            self._votes.abstain(instruction)
+        if isinstance(instruction, Reduce | Gather | Broadcast | Send | FormGroup | Vote) and instruction.group:
             self._report(failure)
             self._groups.abandon(instruction.group, failure)
 
@@ -361,6 +387,7 @@ class Executor:
         gone = self._definitions.pop(number, None)
         self._owed.pop(number, None)
         self._updates.end(number)
+        self._votes.forget(number)
         if isinstance(gone, NativeOptimizer | DeferredOptimizer):
             self.store.charge(-gone.charged_bytes)
             gone.close()
@@ -521,6 +548,12 @@ class Executor:
         self._updates.rename(rename, resolve)
         return []
 
+    def _vote(self, vote: Vote, frames: Iterator[Any], resolve: Resolve) -> Sequence[Outcome]:
+        if vote.group:
+            self.progress.settle()
+        self._votes.vote(vote, resolve)
+        return []
+
     def _before_update(self) -> None:
         """Separate replies and copies from buffers that are about to be written in place."""
         self.frames_out = [frame if callable(frame) else bytes(frame) for frame in self.frames_out]
@@ -584,6 +617,7 @@ class Executor:
         OptimizerStep: _optimize,
         Branch: _branch,
         Rename: _rename,
+        Vote: _vote,
         **dict.fromkeys(get_args(EagerWork), _run_eager),
         **dict.fromkeys(get_args(SlotInstruction), _run_on_slots),
         FormGroup: _form,
@@ -612,6 +646,8 @@ def _writes(instruction: Instruction) -> Sequence[int]:
             return (instruction.buffer,)
         case Gather():
             return (instruction.into,)
+        case Vote():
+            return instruction.buffers
         case _:
             return ()
 
