@@ -18,7 +18,6 @@ from onebox.graph import TracedModel
 from onebox.graph.capture.export import capture
 from onebox.plan import ASYNC, Plan, Stage
 from onebox.pool import Fault, open_pool
-from tests.late import train_late
 from tests.process.shelf import Shelf
 from tests.reference import Outcome, assert_same, train
 from tests.trainer_arguments import grouped
@@ -45,6 +44,11 @@ def net() -> Net:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
         return Net().double()
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    """Return an optimizer whose steps for gradients that are rounding noise, as before batch norm, are small."""
+    return torch.optim.AdamW(model.parameters(), lr=0.05, eps=1e-3)
 
 
 def batches(count: int = 5) -> list[tuple[Tensor, Tensor]]:
@@ -96,11 +100,9 @@ def layout(which: str) -> Plan:
     raise AssertionError(which)
 
 
-def expected(plan: Plan, given: Sequence[tuple[Tensor, Tensor]], **late: Any) -> Outcome:
+def expected(given: Sequence[tuple[Tensor, Tensor]], **options: Any) -> Outcome:
     model = net()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-    how = train_late if late else train
-    return how(model, functional.cross_entropy, optimizer, given, lambda size: [4] * (size // 4), **late)
+    return train(model, functional.cross_entropy, adamw(model), given, lambda size: [4] * (size // 4), **options)
 
 
 def run(trainer: onebox.Trainer, kind: str, *, read: bool = True) -> tuple[Outcome, OperatorError]:
@@ -121,7 +123,7 @@ def run(trainer: onebox.Trainer, kind: str, *, read: bool = True) -> tuple[Outco
 def trained(pool: onebox.Pool, which: str, kind: str, *, read: bool = True, **more: Any) -> OperatorError:
     """Train with a bad batch, compare with plain PyTorch without it, and return the error."""
     plan, model = layout(which), net()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    optimizer = adamw(model)
     arguments = grouped(pool=pool, plan=plan, check_every=1, **more)
     with onebox.Trainer(model, functional.cross_entropy, optimizer, **arguments) as trainer:
         found, error = run(trainer, kind, read=read)
@@ -129,7 +131,7 @@ def trained(pool: onebox.Pool, which: str, kind: str, *, read: bool = True, **mo
         assert len(trainer.recoveries) == 0
         trainer.evaluate(batches(1))
         trainer.pull()
-    wanted = expected(plan, batches(), max_norm=more.get("clip_grad_norm"))
+    wanted = expected(batches(), max_norm=more.get("clip_grad_norm"))
     assert_same(found, wanted)
     torch.testing.assert_close(dict(model.state_dict()), wanted.tensors, rtol=0, atol=1e-10)
     assert error.kept
@@ -144,14 +146,16 @@ def test_a_bad_batch_costs_one_step(kind: str, which: str, pools: Shelf) -> None
     assert "embedding" in str(error) if kind == "word" else "a target of the batch is 5" in str(error)
 
 
-@pytest.mark.parametrize("more", [{"recover": True, "snapshot_every": 1}, {"overlap": True}, {"clip_grad_norm": 0.5}], ids=str)
+@pytest.mark.parametrize(
+    "more", [{"recover": True, "snapshot_every": 1}, {"overlap": True}, {"clip_grad_norm": 0.5}], ids=str
+)
 def test_so_with_recovery_and_overlap(more: dict[str, Any], pools: Shelf) -> None:
     trained(pools(3), "shared out", "label", **more)
 
 
 def test_an_unread_failure_is_raised_by_the_next_call_that_waits(pools: Shelf) -> None:
     model = net()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    optimizer = adamw(model)
     with onebox.Trainer(model, functional.cross_entropy, optimizer, pool=pools(2)) as trainer:
         given = batches()
         for step, batch in enumerate(given[: BAD + 1]):
@@ -164,5 +168,5 @@ def test_an_unread_failure_is_raised_by_the_next_call_that_waits(pools: Shelf) -
         for batch in given[BAD + 1 :]:
             trainer.step(*batch)
         trainer.pull()
-    wanted = expected(layout("replicas"), given[:BAD] + given[BAD + 1 :])
+    wanted = expected(given[:BAD] + given[BAD + 1 :])
     torch.testing.assert_close(dict(model.state_dict()), wanted.tensors, rtol=0, atol=1e-10)
