@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ from onebox.errors import OperatorError
 from onebox.graph import TracedModel
 from onebox.graph.capture.export import capture
 from onebox.plan import ASYNC, Plan, Stage
-from onebox.pool import Fault, open_pool
+from tests.late import train_late
 from tests.process.shelf import Shelf
 from tests.reference import Outcome, assert_same, train
 from tests.trainer_arguments import grouped
@@ -151,6 +150,31 @@ def test_a_bad_batch_costs_one_step(kind: str, which: str, pools: Shelf) -> None
 )
 def test_so_with_recovery_and_overlap(more: dict[str, Any], pools: Shelf) -> None:
     trained(pools(3), "shared out", "label", **more)
+
+
+@pytest.mark.parametrize(("which", "delay"), [("late", "none"), ("late", "both"), ("shared out", "predict")])
+@pytest.mark.parametrize("kind", ["label", "word"])
+def test_so_with_late_gradients(kind: str, which: str, delay: str, pools: Shelf) -> None:
+    """The step after the bad one reads the weights that it would have read after it."""
+    plan, model, given = layout(which), net(), batches()
+    optimizer = adamw(model)
+    arguments = grouped(pool=pools(3), plan=plan, check_every=1, staleness=1, delay=delay, warm_up=0)
+    with onebox.Trainer(model, functional.cross_entropy, optimizer, **arguments) as trainer:
+        found, error = run(trainer, kind)
+        trainer.pull()
+    reference, skipped = net(), [*given[:BAD], given[BAD], *given[BAD:]]
+    wanted = train_late(
+        reference,
+        functional.cross_entropy,
+        adamw(reference),
+        skipped,
+        lambda size: [4] * (size // 4),
+        delay=delay,
+        warm_up=0,
+        skipped=[BAD],
+    )
+    assert_same(found, wanted)
+    assert error.kept
 
 
 def test_an_unread_failure_is_raised_by_the_next_call_that_waits(pools: Shelf) -> None:

@@ -33,8 +33,8 @@ from onebox.wire.protocol.instructions import (
     Receive,
     Reduce,
     Rename,
-    Vote,
     Send,
+    Vote,
 )
 from onebox.wire.protocol.requests import Define, Instruction, OptimizerSpec, Put
 from onebox.wire.protocol.snapshots import Recall

@@ -26,8 +26,8 @@ from onebox.wire.protocol.instructions import (
     Receive,
     Reduce,
     Rename,
-    Vote,
     Step,
+    Vote,
 )
 
 

@@ -1,4 +1,4 @@
-"""Votes on steps: after a failure before a vote, a worker computes nothing more of the step, and no worker applies it."""
+"""Votes on steps: a worker computes nothing more of a step after a failure, and no worker applies that step."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from msgspec.structs import replace
 
-from onebox.wire import DTYPES, TensorSpec, spec_of, specs_by_slot
+from onebox.wire import DTYPES, TensorSpec, specs_by_slot
 from onebox.wire.protocol.instructions import Call, Gather, Receive, Reduce, Vote
 from onebox.wire.protocol.requests import Instruction, Run
 from onebox.wire.protocol.responses import WorkerFailure
