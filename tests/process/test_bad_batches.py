@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import onebox
+from onebox.engine.workload import index_ranges
 from onebox.errors import OperatorError
 from onebox.graph import TracedModel
 from onebox.graph.capture.export import capture
@@ -104,28 +105,29 @@ def expected(given: Sequence[tuple[Tensor, Tensor]], **options: Any) -> Outcome:
     return train(model, functional.cross_entropy, adamw(model), given, lambda size: [4] * (size // 4), **options)
 
 
-def run(trainer: onebox.Trainer, kind: str, *, read: bool = True) -> tuple[Outcome, OperatorError]:
+def run(trainer: onebox.Trainer, kind: str, *, refused: bool = False) -> tuple[Outcome, OperatorError]:
     """Train with a bad batch in the middle; return the outcome and the error."""
     losses, caught = [], []
     for step, batch in enumerate(batches()):
         if step == BAD:
             with pytest.raises(OperatorError) as raised:
-                float(trainer.step(*spoiled(batch, kind)))
+                loss = trainer.step(*spoiled(batch, kind))
+                assert not refused
+                float(loss)
             caught.append(raised.value)
         losses.append(trainer.step(*batch))
-        if read:
-            float(losses[-1])
+        float(losses[-1])
     tensors = {name.removeprefix("model."): tensor for name, tensor in trainer.tensors().items()}
     return Outcome(losses=[float(loss) for loss in losses], norms=[], tensors=tensors), caught[0]
 
 
-def trained(pool: onebox.Pool, which: str, kind: str, *, read: bool = True, **more: Any) -> OperatorError:
+def trained(pool: onebox.Pool, which: str, kind: str, *, refused: bool = False, **more: Any) -> OperatorError:
     """Train with a bad batch, compare with plain PyTorch without it, and return the error."""
     plan, model = layout(which), net()
     optimizer = adamw(model)
     arguments = grouped(pool=pool, plan=plan, check_every=1, **more)
     with onebox.Trainer(model, functional.cross_entropy, optimizer, **arguments) as trainer:
-        found, error = run(trainer, kind, read=read)
+        found, error = run(trainer, kind, refused=refused)
         assert trainer.steps_done == len(batches())
         assert len(trainer.recoveries) == 0
         trainer.evaluate(batches(1))
@@ -137,6 +139,20 @@ def trained(pool: onebox.Pool, which: str, kind: str, *, read: bool = True, **mo
     return error
 
 
+@pytest.fixture
+def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let bad batches come to the workers, as large ones do."""
+    monkeypatch.setattr(index_ranges, "MOST_ELEMENTS", 0)
+
+
+@pytest.mark.parametrize("kind", ["label", "word"])
+def test_a_small_bad_batch_is_refused_at_its_line(kind: str, pools: Shelf) -> None:
+    error = trained(pools(3), "stages", kind, refused=True)
+    assert error.cause == "IndexError"
+    assert "nothing has been sent" in str(error)
+
+
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("which", ["one device", "replicas", "stages", "both", "shared out", "on the host", "split"])
 @pytest.mark.parametrize("kind", ["label", "word"])
 def test_a_bad_batch_costs_one_step(kind: str, which: str, pools: Shelf) -> None:
@@ -145,6 +161,7 @@ def test_a_bad_batch_costs_one_step(kind: str, which: str, pools: Shelf) -> None
     assert "embedding" in str(error) if kind == "word" else "a target of the batch is 5" in str(error)
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(
     "more", [{"recover": True, "snapshot_every": 1}, {"overlap": True}, {"clip_grad_norm": 0.5}], ids=str
 )
@@ -152,6 +169,7 @@ def test_so_with_recovery_and_overlap(more: dict[str, Any], pools: Shelf) -> Non
     trained(pools(3), "shared out", "label", **more)
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(("which", "delay"), [("late", "none"), ("late", "both"), ("shared out", "predict")])
 @pytest.mark.parametrize("kind", ["label", "word"])
 def test_so_with_late_gradients(kind: str, which: str, delay: str, pools: Shelf) -> None:
@@ -177,6 +195,7 @@ def test_so_with_late_gradients(kind: str, which: str, delay: str, pools: Shelf)
     assert error.kept
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_an_unread_failure_is_raised_by_the_next_call_that_waits(pools: Shelf) -> None:
     model = net()
     optimizer = adamw(model)

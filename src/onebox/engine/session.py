@@ -248,10 +248,13 @@ class TrainingSession:
         installed = self.set_up(batch)
         compiled = installed.step(batch, windows=self.overlap.windows(number))
         prepared = self._prepared.get(compiled)
+        ranges = installed.compiler.index_ranges(batch, compiled) if prepared is None else prepared.ranges
+        for each in ranges:
+            each.require(batch.leaves[each.leaf])
         if prepared is None:
             self._require_mean(batch, installed, compiled)
             compared = self._means.compares(batch, compiled.micro_batches)
-            prepared = PreparedStep(installed=installed, compiled=compiled, compared=compared)
+            prepared = PreparedStep(installed=installed, compiled=compiled, compared=compared, ranges=ranges)
             self._prepared[compiled] = prepared
         elif prepared.compared:
             self._means.require(batch, compiled.micro_batches)
@@ -270,7 +273,8 @@ class TrainingSession:
                 with self.uploads.out_of_the_way(), self.recovery.poisoning("a check of the loss"):
                     self._means.probe(batch, micro_batches, installed, self.uploads.packing)
             except OperatorError as error:
-                self.recovery.fail(error)
+                if not error.kept:
+                    self.recovery.fail(error)
                 raise
 
     def replies(self, most: int) -> list[Future[WorkerReply]]:

@@ -24,6 +24,7 @@ from onebox.engine.partition.weight_versions import WeightVersions
 from onebox.engine.workload.batch import Batch
 from onebox.engine.workload.captures import Captures
 from onebox.engine.workload.emulated_costs import EmulatedCosts
+from onebox.engine.workload.index_ranges import IndexRange, index_ranges
 from onebox.engine.workload.loss_reduction import LossReduction, TravellingWeights, Weighted, weights_of
 from onebox.engine.workload.named_state import NamedState, footprints
 from onebox.engine.workload.parameter_groups import Optimizers
@@ -313,6 +314,11 @@ class Compiler:
         compiled = CompiledStep(micro_batches=parts, routines=routines, faults=self._faults(routines))
         constants = {numbers[size][name]: tensor for size, own in tensors.items() for name, tensor in own.items()}
         return Probe(compiled=compiled, constants=constants, models=[model.programs for model in models.values()])
+
+    def index_ranges(self, batch: Batch, compiled: CompiledStep) -> tuple[IndexRange, ...]:
+        """Return the ranges of the integers of a batch that training routines read."""
+        programs = self._stages.parts(batch, compiled.micro_batches[0].size, train=True).programs
+        return tuple(each for each in index_ranges(programs) if each.leaf < len(batch.leaves))
 
     def labels(self, worker: int, routine: int) -> Sequence[InstructionLabel]:
         """Return the labels of the instructions of a worker's routine; empty if there is no such routine."""
