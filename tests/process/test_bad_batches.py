@@ -13,10 +13,11 @@ from torch.nn import functional
 
 import onebox
 from onebox.engine.workload import index_ranges
-from onebox.errors import OperatorError
+from onebox.errors import DeviceMemoryError, OperatorError
 from onebox.graph import TracedModel
 from onebox.graph.capture.export import capture
 from onebox.plan import ASYNC, Plan, Stage
+from onebox.pool import Fault, open_pool
 from tests.late import train_late
 from tests.process.shelf import Shelf
 from tests.reference import Outcome, assert_same, train
@@ -193,6 +194,42 @@ def test_so_with_late_gradients(kind: str, which: str, delay: str, pools: Shelf)
     )
     assert_same(found, wanted)
     assert error.kept
+
+
+@pytest.mark.parametrize(
+    ("which", "fault"),
+    [
+        ("one device", Fault("memory", "call", 20)),
+        ("replicas", Fault("memory", "call", 14)),
+        ("replicas", Fault("memory", "reduce", 3)),
+        ("stages", Fault("memory", "call", 20)),
+        ("stages", Fault("memory", "receive", 5)),
+        ("stages", Fault("memory", "send", 3)),
+        ("shared out", Fault("memory", "call", 21)),
+        ("split", Fault("memory", "call", 25)),
+        ("split", Fault("memory", "gather", 3)),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value.instruction,
+)
+def test_a_step_without_memory_can_be_repeated(which: str, fault: Fault) -> None:
+    model, failures, losses = net(), 0, []
+    last = 0 if which == "one device" else 1
+    with (
+        open_pool(f"cpu*{last + 1}", threads=1, faults={last: (fault,)}) as pool,
+        onebox.Trainer(
+            model, functional.cross_entropy, adamw(model), **grouped(pool=pool, plan=layout(which), check_every=1)
+        ) as trainer,
+    ):
+        for batch in batches():
+            try:
+                losses.append(float(trainer.step(*batch)))
+            except DeviceMemoryError as error:
+                assert error.kept
+                failures += 1
+                losses.append(float(trainer.step(*batch)))
+        tensors = {name.removeprefix("model."): tensor for name, tensor in trainer.tensors().items()}
+    assert failures == 1
+    assert_same(Outcome(losses=losses, norms=[], tensors=tensors), expected(batches()))
 
 
 @pytest.mark.usefixtures("unchecked")

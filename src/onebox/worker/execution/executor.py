@@ -280,8 +280,7 @@ class Executor:
             return results
         except Poisoned as error:
             progress.settle()
-            if objection := self._votes.objects(instruction, error.failure, resolve):
-                self._report(objection)
+            if self._object(instruction, error.failure, resolve):
                 return []
             self._void(instruction, error.failure, resolve)
             if type(instruction) in _ANSWERED:
@@ -295,14 +294,25 @@ class Executor:
             failure = describe_failure(error, progress.doing, self._place)
             if isinstance(instruction, Put) and not instruction.there:
                 failure = replace(failure, kept=True)
-            if objection := self._votes.objects(instruction, failure, resolve):
-                self._report(objection)
+            if self._object(instruction, failure, resolve):
                 return []
             self._void(instruction, failure, resolve)
             self._report(failure)
             if type(instruction) in _ANSWERED:
                 raise Poisoned(failure) from error
             return []
+
+    def _object(self, instruction: Instruction, failure: WorkerFailure, resolve: Resolve) -> bool:
+        """Leave a failure to the vote on its step, if there is one, with zeros for other workers and what follows."""
+        try:
+            objection = self._votes.objects(instruction, failure, resolve)
+            if objection is not None and isinstance(instruction, Communication):
+                self._collectives.run(instruction, resolve, self._trace)
+        except (Poisoned, RankLost, QuotaExceeded, RuntimeError):  # other workers do not come to the vote then
+            return False
+        if objection is not None:
+            self._report(objection)
+        return objection is not None
 
     def _void(self, instruction: Instruction, failure: WorkerFailure, resolve: Resolve) -> None:
         """Void the outputs of an instruction; a worker that cannot contribute leaves the group."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from msgspec.structs import replace
 
-from onebox.wire import DTYPES, TensorSpec, specs_by_slot
-from onebox.wire.protocol.instructions import Call, Gather, Receive, Reduce, Vote
+from onebox.wire import DTYPES, specs_by_slot
+from onebox.wire.protocol.instructions import Call, Gather, Receive, Reduce, Send, Vote
 from onebox.wire.protocol.requests import Instruction, Run
 from onebox.wire.protocol.responses import WorkerFailure
 from onebox.worker.accelerator import Accelerator
@@ -92,7 +92,8 @@ class StepVotes:
         return True
 
     def objects(self, instruction: Instruction, failure: WorkerFailure, resolve: Resolve) -> WorkerFailure | None:
-        """Note a failure for the vote on its step, with zeros in place of the instruction's results.
+        """Note a failure for the vote on its step, with zeros for what a program would have computed, and for what an
+        exchange would have sent, which has not begun.
 
         Returns:
             The failure, to be reported; ``None`` if it is not one that a vote is about.
@@ -100,35 +101,44 @@ class StepVotes:
         step = self._optimizer, self._step - (instruction.age if isinstance(instruction, Call) else 0)
         if not self._optimizer or step in self._votes or failure.kind == "peer":
             return None
-        if not isinstance(instruction, Call | Receive | Gather | Reduce):
-            return None
-        if not isinstance(instruction, Reduce) and not self._stand_in(instruction, resolve):
-            return None
+        match instruction:
+            case Call():
+                if not self._stand_in(instruction, resolve):
+                    return None
+            case Send() | Gather():
+                self._blank([resolve(instruction.buffer)])
+            case Reduce():
+                self._blank(map(resolve, instruction.buffers))
+            case Receive():
+                pass
+            case _:
+                return None
         failure = replace(failure, kept=True)
         self._failed.setdefault(step, failure)
         return failure
 
-    def _stand_in(self, instruction: Call | Receive | Gather, resolve: Resolve) -> bool:
-        """Fill the results of an instruction with zeros; return whether they are known."""
-        outputs: Sequence[tuple[int, TensorSpec]]
-        match instruction:
-            case Call():
-                program = self._program(instruction.program).program
-                specs = specs_by_slot(program)
-                if len(instruction.outputs) != len(program.outputs):
-                    return False
-                outputs = [(to, specs[slot]) for to, slot in zip(instruction.outputs, program.outputs, strict=True)]
-                for position in instruction.takes:
-                    if 0 <= position < len(instruction.inputs):
-                        self._store.forget(resolve(instruction.inputs[position]))
-            case Receive():
-                outputs = [(instruction.buffer, instruction.spec)]
-            case Gather():
-                outputs = [(instruction.into, instruction.spec)]
-        for reference, spec in outputs:
-            zero = torch.zeros((), dtype=DTYPES[spec.dtype], device=self._accelerator.device)
-            self._store.put(resolve(reference), zero.expand(spec.shape))
+    def _stand_in(self, call: Call, resolve: Resolve) -> bool:
+        """Fill the outputs of a program with zeros; return whether there are as many."""
+        program = self._program(call.program).program
+        if len(call.outputs) != len(program.outputs):
+            return False
+        specs = specs_by_slot(program)
+        for position in call.takes:
+            if 0 <= position < len(call.inputs):
+                self._store.forget(resolve(call.inputs[position]))
+        for reference, slot in zip(call.outputs, program.outputs, strict=True):
+            self._zero(resolve(reference), DTYPES[specs[slot].dtype], specs[slot].shape)
         return True
+
+    def _blank(self, numbers: Iterable[int]) -> None:
+        """Replace buffers by zeros, which frees their memory."""
+        for number in numbers:
+            tensor = self._store.get(number)
+            self._zero(number, tensor.dtype, tensor.shape)
+
+    def _zero(self, number: int, dtype: torch.dtype, shape: Sequence[int]) -> None:
+        zero = torch.zeros((), dtype=dtype, device=self._accelerator.device)
+        self._store.put(number, zero.expand(tuple(shape)))
 
     # ---- votes
 
