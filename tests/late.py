@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ def train_late(
     warm_up: int = 0,
     around: Callable[[int, int], contextlib.AbstractContextManager[Any]] | None = None,
     after_step: Callable[[], object] = lambda: None,
+    skipped: Collection[int] = (),
 ) -> Outcome:
     """Train a model whose every step is computed with the weights from before the last update, or what stands for them.
 
@@ -44,6 +45,7 @@ def train_late(
         warm_up: So many steps before are exact.
         around: From (step, micro-batch) to a context for forward.
         after_step: Called after each step, for a scheduler.
+        skipped: Steps whose gradients are not applied; the next ones read what they would read after them.
     """
     losses, norms = [], []
     weights = [weight for group in optimizer.param_groups for weight in group["params"]]
@@ -51,6 +53,9 @@ def train_late(
     last: list[Tensor] | None = None
     for step, batch in enumerate(batches):
         late = step >= warm_up
+        if step in skipped:
+            read = ahead if late and delay in AHEAD else newest
+            continue
         if step == warm_up and delay in AHEAD:
             ahead = _expected(optimizer)
         _become(weights, read)

@@ -149,6 +149,8 @@ class OperatorError(WorkerError, RuntimeError):
         said: What the exception on the worker said.
         cause: Its type, such as ``IndexError``.
         instruction: The routine that it happened in, and which of its instructions it was; ``None`` outside of one.
+        kept: Whether it cost a training step, or the batch of one, and nothing else: weights, the optimizer's state
+            and buffers are those before the step.
         **where: ``worker``, ``host`` and ``device`` of :class:`WorkerError`.
     """
 
@@ -161,6 +163,7 @@ class OperatorError(WorkerError, RuntimeError):
         said: str = "",
         cause: str = "",
         instruction: tuple[int, int] | None = None,
+        kept: bool = False,
         **where: Any,
     ) -> None:
         super().__init__(message, **where)
@@ -169,6 +172,7 @@ class OperatorError(WorkerError, RuntimeError):
         self.said = said
         self.cause = cause
         self.instruction = instruction
+        self.kept = kept
         self.stage: int | None = None
         """The stage of the plan that the operator belongs to, where it is known."""
         self.doing = ""

@@ -103,6 +103,8 @@ class TrainingSession:
         workers: Sequence[int] | None = None,
     ) -> None:
         self.steps_done = step
+        self.failed_steps = 0
+        """Steps among these that failed and changed nothing."""
         self.plan: Plan | None = None
         self.captures = captures
         self.uploads = uploads
@@ -199,7 +201,11 @@ class TrainingSession:
         parcel = None if uploaded is None else self.uploads.claim(uploaded)
         number = self.steps_done
         prepared = self.recovery.run(lambda: self._prepare(batch, number))
-        self.wait(self._most_in_flight - 1)
+        try:
+            self.wait(self._most_in_flight - 1)
+        except OperatorError as error:
+            error.add_note(f"It is of an earlier step than {number}, whose batch has not been used: call step() again.")
+            raise
         if self.adaptive is not None:
             self.adaptive.between_steps(under_way=self._under_way)
         if self.recovery.ready and (self._pool.returning or self._away - self._pool.gone):
@@ -231,17 +237,24 @@ class TrainingSession:
 
     def _retry(self, action: Callable[[], StepValues]) -> StepValues:
         """Read a step's values, again after each recovery."""
-        return self.recovery.run(action, void=True)
+        try:
+            return self.recovery.run(action, void=True)
+        except OperatorError as error:
+            self.failed_steps += error.kept
+            raise
 
     def _prepare(self, batch: Batch, number: int) -> PreparedStep:
         """Look up all that a step needs, and refuse a batch whose loss is not the mean over its micro-batches."""
         installed = self.set_up(batch)
         compiled = installed.step(batch, windows=self.overlap.windows(number))
         prepared = self._prepared.get(compiled)
+        ranges = installed.compiler.index_ranges(batch, compiled) if prepared is None else prepared.ranges
+        for each in ranges:
+            each.require(batch.leaves[each.leaf])
         if prepared is None:
             self._require_mean(batch, installed, compiled)
             compared = self._means.compares(batch, compiled.micro_batches)
-            prepared = PreparedStep(installed=installed, compiled=compiled, compared=compared)
+            prepared = PreparedStep(installed=installed, compiled=compiled, compared=compared, ranges=ranges)
             self._prepared[compiled] = prepared
         elif prepared.compared:
             self._means.require(batch, compiled.micro_batches)
@@ -260,7 +273,8 @@ class TrainingSession:
                 with self.uploads.out_of_the_way(), self.recovery.poisoning("a check of the loss"):
                     self._means.probe(batch, micro_batches, installed, self.uploads.packing)
             except OperatorError as error:
-                self.recovery.fail(error)
+                if not error.kept:
+                    self.recovery.fail(error)
                 raise
 
     def replies(self, most: int) -> list[Future[WorkerReply]]:
@@ -277,10 +291,15 @@ class TrainingSession:
         """Wait until at most a given number of steps are in flight.
 
         Raises:
-            OneboxError: One of them failed.
+            OneboxError: One of them failed, and its error has not been raised before.
         """
         while len(self._running) > most:
-            self._running[0].values()
+            try:
+                if not self._running[0].failed:
+                    self._running[0].values()
+            except Exception:
+                self._running.popleft()
+                raise
             self._running.popleft()
 
     def _begin(self, work: StepRequest, prepared: PreparedStep) -> None:

@@ -523,8 +523,8 @@ class Trainer:
 
     @property
     def steps_done(self) -> int:
-        """Number of steps begun so far, including those before a checkpoint."""
-        return self._run.steps_done
+        """Number of steps begun so far, including those before a checkpoint, without those known to have failed."""
+        return self._run.steps_done - self._run.failed_steps
 
     @property
     def plan(self) -> Plan | None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from onebox.engine import Trainer
 from onebox.engine.trainer import PlanArgument
 from onebox.engine.workload.loss_reduction import LossReduction, Weighted
-from onebox.errors import OneboxError, UsageError
+from onebox.errors import OneboxError, OperatorError, UsageError
 from onebox.padding import Buckets
 from onebox.plan.model.problem import Problem
 from onebox.plan_names import LossyPart
@@ -106,7 +106,13 @@ def close_after_error(trainer: Trainer | None) -> None:
     if trainer is None:
         return
     try:
-        trainer.pull()
+        while True:
+            try:
+                trainer.pull()
+                break
+            except OperatorError as error:  # of a step behind the one that failed, once for each
+                if not error.kept:
+                    raise
         trainer.close()
     except OneboxError as error:
         _LOG.warning("the model in this process has older weights: %s", str(error).splitlines()[0])

@@ -84,6 +84,8 @@ _DATA = re.compile(
 )
 """Messages of PyTorch 2.11 to 2.13 about batches that a model or a loss rejects."""
 
+_UNCHANGED = "nothing has changed: weights, the optimizer's state and buffers are as before, and the trainer can go on"
+
 _CLASSES = re.compile(r"Target (-?\d+) is out of bounds")
 _SCORES = re.compile(r"^\w+\[(?:\d+, )?(\d+)")
 """The number of classes in scores ``[B, C, ...]``, or ``[C]``, among the shapes of a loss's arguments."""
@@ -120,12 +122,13 @@ def to_error(failure: WorkerFailure, place: WorkerLocation) -> OneboxError:
     shapes = f" on ({failure.shapes})" if failure.shapes else ""
     in_step = failure.routine != 0
     message = f"{place}: {failure.operator} failed{shapes}: {failure.message}\n  {_advice(failure)}"
+    message += f"\n  {_UNCHANGED}" if failure.kept and in_step else ""
     where: dict[str, Any] = {"worker": place.worker, "host": place.host, "device": place.device}
     if failure.kind == "protocol":
         return WireError(message)
     if failure.kind == "peer":
         return PeerLost(message, **where)
-    about = {"said": failure.message, "cause": failure.cause, **where}
+    about = {"said": failure.message, "cause": failure.cause, "kept": failure.kept, **where}
     if in_step:
         about["instruction"] = failure.routine, failure.place
     if failure.kind != "memory":

@@ -158,7 +158,7 @@ def lower(
     trained = tuple(name for name in state_of(build()) if name in gradients)
     new = itertools.count(1000)
     affine = [name for name, update in model.updates.items() if update.kind == "affine"]
-    sets = holdings.groups(trained, affine, everybody=len(plan.devices) > 1)
+    sets = holdings.groups(trained, affine)
     numbers = BufferNumbers(
         state={name: 10 + place for place, name in enumerate(state_of(build()))},
         optimizer=9,

@@ -27,6 +27,7 @@ from onebox.wire.protocol.instructions import (
     Reduce,
     Send,
     Step,
+    Vote,
 )
 from onebox.wire.protocol.requests import Routine, StoredProgram
 from onebox.worker.programs.interpreter import CompiledProgram
@@ -216,6 +217,8 @@ class _Player:
                 self._receive(step)
             case Reduce() | Broadcast():
                 self._exchange(step)
+            case Vote():
+                self._vote(step)
             case Offload() | Evict() | Prefetch():
                 self._transfer(step)
             case Ask():
@@ -224,6 +227,13 @@ class _Player:
                 self._optimize(step)
             case _:
                 raise AssertionError(f"no step of a training routine: {step}")
+
+    def _vote(self, step: Vote) -> None:
+        """Agree to a step, as all workers do here."""
+        if step.group:
+            self._next(step.group).bring(self.worker, [torch.zeros(1)], "vote", -1)
+        for number, lasting in zip(step.buffers, step.into, strict=True):
+            self.store[lasting] = self.store.pop(number)
 
     def _send(self, step: Send) -> None:
         target = self.hall.members[step.group][step.peer]

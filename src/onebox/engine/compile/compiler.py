@@ -24,6 +24,7 @@ from onebox.engine.partition.weight_versions import WeightVersions
 from onebox.engine.workload.batch import Batch
 from onebox.engine.workload.captures import Captures
 from onebox.engine.workload.emulated_costs import EmulatedCosts
+from onebox.engine.workload.index_ranges import IndexRange, index_ranges
 from onebox.engine.workload.loss_reduction import LossReduction, TravellingWeights, Weighted, weights_of
 from onebox.engine.workload.named_state import NamedState, footprints
 from onebox.engine.workload.parameter_groups import Optimizers
@@ -212,8 +213,7 @@ class Compiler:
         """The buffers that training changes."""
         self.holdings = self._sharding(parts, links, plain_links=plain_links)
         check_elements(optimizers, state, wanted, self.holdings)
-        everybody = self.holdings.parted(self.trained) or len(plan.stages) > 1
-        groups = self.holdings.groups(self.trained, self.affine, everybody=everybody)
+        groups = self.holdings.groups(self.trained, self.affine)
         self.groups: Mapping[Members, int] = {members: group_number(members) for members in groups}
         """The number of each set of workers that exchange something."""
         self.untagged: Mapping[int, Members] = untagged_groups(plan, self.groups, devices)
@@ -314,6 +314,11 @@ class Compiler:
         compiled = CompiledStep(micro_batches=parts, routines=routines, faults=self._faults(routines))
         constants = {numbers[size][name]: tensor for size, own in tensors.items() for name, tensor in own.items()}
         return Probe(compiled=compiled, constants=constants, models=[model.programs for model in models.values()])
+
+    def index_ranges(self, batch: Batch, compiled: CompiledStep) -> tuple[IndexRange, ...]:
+        """Return the ranges of the integers of a batch that training routines read."""
+        programs = self._stages.parts(batch, compiled.micro_batches[0].size, train=True).programs
+        return tuple(each for each in index_ranges(programs) if each.leaf < len(batch.leaves))
 
     def labels(self, worker: int, routine: int) -> Sequence[InstructionLabel]:
         """Return the labels of the instructions of a worker's routine; empty if there is no such routine."""

@@ -7,12 +7,13 @@ steps that overlap.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 
 from onebox.engine.compile.batch_job import BatchJob, BufferNumbers
 from onebox.engine.compile.message_order import in_send_order
-from onebox.engine.compile.routine import RoutineBuilder, StepRoutine
+from onebox.engine.compile.routine import InstructionLabel, RoutineBuilder, StepRoutine
 from onebox.engine.compile.update.async_window import DueUpdate, LateUpdate, Window, WindowWeights, WorkerWindows
 from onebox.engine.compile.update.batchnorm import BatchNormStatistics, WorkerStatistics
 from onebox.engine.compile.update.collectives import ReductionQueue, RoutineScope
@@ -22,11 +23,12 @@ from onebox.engine.compile.value_numbers import ValueNumbers
 from onebox.engine.compile.worker_program import CodedValues, WorkerProgramBuilder
 from onebox.engine.partition.gradient_buckets import CodecState
 from onebox.engine.partition.phase_programs import PhaseProgram
-from onebox.engine.partition.sharding_spec import Members, ShardingSpec
+from onebox.engine.partition.sharding_spec import Members, ShardingSpec, all_workers_group
 from onebox.engine.workload.emulated_costs import EmulatedCosts
 from onebox.graph import ModelPrograms
 from onebox.plan import Action, Plan
 from onebox.plan.model.window import drain_of, fill_of
+from onebox.wire.protocol.instructions import Vote
 
 
 class Lowering:
@@ -72,6 +74,7 @@ class Lowering:
         self._holdings = holdings
         self._numbers = numbers
         self._untagged = untagged
+        self._trial = numbers.new()  # the number under which failures of evaluations are counted
         self._gradients = Gradients(holdings, numbers, trained=trained, model=model, max_norm=max_norm, gpus=gpus)
         self._coded = CodedValues([stage.activations for stage in plan.stages])
         self._moved: dict[str, int] = {}
@@ -119,10 +122,35 @@ class Lowering:
             rounding.finish()
             scope.exchanges.finish()
             statistics.finish()
+            self._vote(row.builder)
             WorkerUpdate(self._gradients, row.builder, worker).finish()
             row.answer()
-            found[worker] = row.builder.finish(row.leaves, row.results)
+            found[worker] = row.builder.finish(row.leaves, row.results, self._numbers.optimizer)
         return self._alone(found)
+
+    def _vote(self, builder: RoutineBuilder, optimizer: int = 0, *, age: int = 0, final: bool = True) -> None:
+        """Add a vote on a step, which puts new contents in the place of lasting ones.
+
+        Args:
+            builder: The routine.
+            optimizer: The number under which votes are counted; 0 for the optimizer.
+            age: Age of the step. The votes on a step where it ends in the window of the next one are two: on buffers of
+                the model, which the next step reads, and on the rest.
+            final: Whether it is the only vote, or the second one.
+        """
+        state = set(self._numbers.state.values())
+        ready = {
+            lasting: new
+            for lasting, new in builder.renewed.items()
+            if (final and not age) or (lasting in state) != bool(age)
+        }
+        for lasting in ready:
+            del builder.renewed[lasting]
+        members = all_workers_group(self._plan.devices, self._numbers.groups)
+        group = self._numbers.groups[members] if len(members) > 1 else 0
+        number = optimizer or self._numbers.optimizer
+        vote = Vote(number, group, tuple(ready.values()), tuple(ready), age, final)
+        builder.add(vote, InstructionLabel("vote", "transfer"))
 
     def windows(self, job: BatchJob) -> dict[int, WorkerWindows]:
         """Return each worker's routines for overlapping steps; the job's schedule is that of a steady-state window."""
@@ -166,7 +194,7 @@ class Lowering:
         else:
             self._exact(row, job, worker, window, update)
         row.answer()
-        return builder.finish(row.leaves, row.results)
+        return builder.finish(row.leaves, row.results, self._numbers.optimizer)
 
     def _stale(
         self, row: WorkerProgramBuilder, job: BatchJob, worker: int, window: Window, update: WorkerUpdate | None
@@ -177,7 +205,8 @@ class Lowering:
         late = None if window == "fill" else WorkerGradients(shared, scope, half="late")
         statistics = None if window == "drain" else WorkerStatistics(self._statistics(job), scope)
         early = None if window == "drain" else WorkerGradients(shared, scope, half="early")
-        updating, before = LateUpdate(update, weights, row.actions), row.rounded_before()
+        vote = functools.partial(self._vote, row.builder, age=1)
+        updating, before = LateUpdate(update, vote, weights, row.actions), row.rounded_before()
         rounding = None if window == "drain" else row.round_for_step(weights.number)
         scope.exchanges.flush()
         updating.begin()
@@ -193,6 +222,8 @@ class Lowering:
         if statistics is not None:
             statistics.finish()
         updating.finish()
+        if window != "drain" and job.programs(0).updates:
+            self._vote(row.builder, final=False)
         if early is not None:
             row.hand_on({**early.handed_on, **before.handed_on})
 
@@ -214,6 +245,7 @@ class Lowering:
         scope.exchanges.finish()
         updating.finish()
         statistics.finish()
+        self._vote(row.builder)
 
     def _statistics(self, job: BatchJob) -> BatchNormStatistics:
         return BatchNormStatistics(self._holdings, self._numbers, job.programs(0), self._moved)
@@ -236,8 +268,10 @@ class Lowering:
             rounding = row.round()
             row.run()
             rounding.finish()
+            if job.programs(0).updates:
+                self._vote(row.builder, self._trial, final=False)
             row.answer()
-            found[worker] = row.builder.finish(row.leaves, row.results)
+            found[worker] = row.builder.finish(row.leaves, row.results, self._trial)
         return self._alone(found)
 
     def probe(self, job: BatchJob) -> dict[int, StepRoutine]:
@@ -254,8 +288,10 @@ class Lowering:
             row.run(lambda action, own=gradients: own)  # type: ignore[misc]
             rounding.finish()
             gradients.norm()
+            if job.programs(0).updates:
+                self._vote(row.builder, self._trial, final=False)
             row.answer()
-            found[worker] = row.builder.finish(row.leaves, row.results)
+            found[worker] = row.builder.finish(row.leaves, row.results, self._trial)
         return self._alone(found)
 
     def _row(

@@ -34,6 +34,7 @@ from onebox.wire.protocol.instructions import (
     Reduce,
     Rename,
     Send,
+    Vote,
 )
 from onebox.wire.protocol.requests import Define, Instruction, OptimizerSpec, Put
 from onebox.wire.protocol.snapshots import Recall
@@ -267,6 +268,8 @@ class _Extraction:
                 self._receive(step)
             case Reduce() | Broadcast() | Gather():
                 self._collective(step)
+            case Vote():
+                self._vote(step)
             case Rename():
                 self._rename(dict(zip(step.buffers, step.into, strict=True)))
             case Free():
@@ -317,6 +320,12 @@ class _Extraction:
             case Gather():
                 joined = self._begin(step.group, "gather", (step.dim, step.sizes), [step.spec])
                 self._promise((step.into,), [joined], (step.spec,))
+
+    def _vote(self, step: Vote) -> None:
+        """Add a vote, taken as one that waits at once."""
+        if step.group:
+            self.events.append(_Wait(self._index, self._begin(step.group, "vote", step.age, ())))
+        self._rename(dict(zip(step.buffers, step.into, strict=True)))
 
     def _known_as(self, numbers: Sequence[int]) -> Iterator[int]:
         """Yield what identifies buffers to all workers, where something does."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from msgspec.structs import replace as replace_fields
+
 from onebox.cost.estimate import TYPICAL_RATES, program_s
 from onebox.plan import Action
 from onebox.wire import Program, TensorSpec
@@ -68,7 +70,7 @@ class StepRoutine:
     def with_steps(self, steps: Sequence[Step], labels: Sequence[InstructionLabel]) -> StepRoutine:
         """Return the routine with other instructions."""
         definitions = tuple(
-            Define(define.number, Routine(tuple(steps), define.what.bindings))
+            Define(define.number, replace_fields(define.what, steps=tuple(steps)))
             if isinstance(define.what, Routine)
             else define
             for define in self.definitions
@@ -91,6 +93,8 @@ class RoutineBuilder:
     labels: list[InstructionLabel] = field(default_factory=list)
     definitions: list[Define] = field(default_factory=list)
     constants: dict[int, tuple[float, TensorSpec]] = field(default_factory=dict)
+    renewed: dict[int, int] = field(default_factory=dict)
+    """The buffer with the new contents of each lasting one that the step changes, which a vote puts in its place."""
     _programs: dict[tuple[int, float], tuple[int, Program]] = field(default_factory=dict)
     _works: dict[int, tuple[float, Program]] = field(default_factory=dict)
 
@@ -120,6 +124,16 @@ class RoutineBuilder:
             self._programs[key] = (number, program)  # kept alive, so that its id stays unique
         return self._programs[key][0]
 
+    def renew(self, number: int) -> int:
+        """Return the buffer for the new contents of a lasting one."""
+        if number not in self.renewed:
+            self.renewed[number] = self.new()
+        return self.renewed[number]
+
+    def newest(self, number: int) -> int:
+        """Return the buffer with the newest contents of a lasting one."""
+        return self.renewed.get(number, number)
+
     def call(
         self,
         program: Program,
@@ -143,10 +157,19 @@ class RoutineBuilder:
             self.new, self.known, definitions=programs, _programs=dict(self._programs), _works=self._works
         )
 
-    def finish(self, leaves: Sequence[tuple[int, int]], results: Sequence[tuple[int, int]]) -> StepRoutine:
-        """Return the routine."""
+    def finish(
+        self, leaves: Sequence[tuple[int, int]], results: Sequence[tuple[int, int]], optimizer: int = 0
+    ) -> StepRoutine:
+        """Return the routine.
+
+        Args:
+            leaves: Contents of its bindings.
+            results: Contents of its reply.
+            optimizer: See :class:`~onebox.wire.protocol.requests.Routine`.
+        """
+        assert not self.renewed, "new contents of buffers on which nobody votes"
         number = self.new()
-        self.definitions.append(Define(number, Routine(tuple(self.steps), len(leaves))))
+        self.definitions.append(Define(number, Routine(tuple(self.steps), len(leaves), optimizer)))
         return StepRoutine(
             number=number,
             definitions=tuple(self.definitions),

@@ -294,8 +294,10 @@ class WorkerProgramBuilder:
         match port.kind:
             case "parameter":
                 return self._weight_of(name, action)
-            case "buffer" | "update":
-                return self._moved.get(name) or self._numbers.state[name]
+            case "buffer":
+                return self._moved.get(name) or self.builder.newest(self._numbers.state[name])
+            case "update":
+                return self._moved.get(name) or self.builder.renew(self._numbers.state[name])
             case "constant":
                 return self._job.constants[self._job.micro_batches[micro_batch].size][name]
             case "leaf" if micro_batch >= 0:

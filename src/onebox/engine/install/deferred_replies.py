@@ -42,9 +42,8 @@ class DeferredReplies:
         """
         if self._finish is None:
             return
-        answers = raise_first(self.futures)
         finish, self._finish = self._finish, None
-        finish(answers)
+        finish(raise_first(self.futures))
 
 
 class RetiredGroups:

@@ -98,6 +98,8 @@ class IslandsSession:
 
     adaptive = None
     snapshots = None
+    failed_steps = 0
+    """None: an island whose part of a batch is bad leaves that out, and the others go on with theirs."""
 
     def __init__(
         self,

@@ -27,6 +27,7 @@ from onebox.wire.protocol.instructions import (
     Reduce,
     Rename,
     Step,
+    Vote,
 )
 
 
@@ -192,14 +193,14 @@ class MemorySimulator:
                     self._release(number)
             case Prefetch():
                 self._return(step.buffers)
-            case Rename() | OptimizerStep():
+            case Rename() | Vote() | OptimizerStep():
                 self._rename(step)
             case _:  # the others fill no buffer, or an existing one
                 pass
 
-    def _rename(self, step: Rename | OptimizerStep) -> None:
+    def _rename(self, step: Rename | Vote | OptimizerStep) -> None:
         """Renumber buffers, all at once: an update swaps versions."""
-        if isinstance(step, Rename):
+        if isinstance(step, Rename | Vote):
             into = dict(zip(step.buffers, step.into, strict=True))
         else:
             forth = {number: self._versions[number] for number in step.previous}

@@ -148,21 +148,20 @@ class ShardingSpec:
         found = {replica[rank] for replica in self.stages[stage]}
         return tuple(device for device in self.devices if device in found)
 
-    def groups(self, trained: Iterable[str], changed: Iterable[str], *, everybody: bool) -> list[Members]:
-        """Return the communication groups, the largest first; without those that always reduce in parts.
+    def groups(self, trained: Iterable[str], changed: Iterable[str]) -> list[Members]:
+        """Return the communication groups, the largest first: that of all workers, which vote on each step, and the
+        others without those that always reduce in parts.
 
         Args:
             trained: Parameters whose gradients are summed.
             changed: Buffers that change with the data.
-            everybody: Whether all workers of the plan communicate: values between stages, or a norm.
         """
         summed = {members for name in (*trained, *changed) for members in self.replica_groups[name]}
         whole = {members for name in self.owners for members in self.replica_groups[name]}
         found = {members for members in summed if members in whole or not self.always_in_parts(members)}
         found |= {replica for stage in self.stages for replica in stage}
         found |= {*self.shared_groups}
-        if everybody:
-            found.add(all_workers_group(self.devices, found))
+        found.add(all_workers_group(self.devices, found))
         return sorted((members for members in found if len(members) > 1), key=lambda members: (-len(members), members))
 
 

@@ -7,19 +7,19 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Protocol, TypeVar
 
 from onebox.engine.recovery.policy import RecoveryRecord, RestartPoint
 from onebox.engine.recovery.snapshot_schedule import SnapshotScheduler
-from onebox.engine.recovery.supervisor import RECOVERABLE, Supervisor, first_line
+from onebox.engine.recovery.supervisor import RECOVERABLE, Supervisor, cost_nothing, first_line
 from onebox.engine.state.snapshot_layout import SnapshotLayout
 from onebox.engine.steps.launch import LaunchedStep, StepRequest
 from onebox.engine.steps.observer import EndedStep, StepObserver
 from onebox.engine.steps.overlap_scheduler import OverlapScheduler
-from onebox.errors import OneboxError, PoolError
+from onebox.errors import OneboxError, OperatorError, PoolError
 from onebox.pool import Pool, WorkerReply, raise_first
 
 _ATTEMPTS = 5
@@ -109,7 +109,7 @@ class RecoveryManager(Supervisor, StepObserver):
 
         Args:
             action: The action.
-            void: Whether any other failure makes the state void.
+            void: Whether any other failure makes the state void, but for one that cost nothing but a step.
 
         Raises:
             OneboxError: It failed, or the run cannot recover from a loss.
@@ -126,7 +126,7 @@ class RecoveryManager(Supervisor, StepObserver):
 
         Args:
             action: The action.
-            void: Whether a failure other than a loss makes the state void.
+            void: Whether a failure other than a loss makes the state void, but for one that cost nothing but a step.
 
         Returns:
             The result; ``None`` after a recovery from a loss.
@@ -177,7 +177,7 @@ class RecoveryManager(Supervisor, StepObserver):
             lost = self._losses()  # of workers that others have replaced, which know nothing of this run
             error = lost[min(lost)].with_traceback(None) if lost else error
         if self._snapshots is None or not isinstance(error, RECOVERABLE):
-            if void:
+            if void and not cost_nothing(error):
                 self.fail(error)
             else:
                 self._locate(error)
@@ -268,8 +268,17 @@ class RecoveryManager(Supervisor, StepObserver):
         for work in restart.replay:
             running.append((work, list(self._run.repeat(work).answers.values())))
             if len(running) > self._in_flight:
-                raise_first(running.popleft()[1])
+                _wait_for(running.popleft()[1])
         self._overlap.end()
         for work, futures in running:
             if work.loss.ended:
-                raise_first(futures)
+                _wait_for(futures)
+
+
+def _wait_for(futures: Sequence[Future[WorkerReply]]) -> None:
+    """Wait for a repeated step; one that failed before fails again, and changes nothing."""
+    try:
+        raise_first(futures)
+    except OperatorError as error:
+        if not error.kept:
+            raise

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from onebox.errors import OneboxError, PeerLost, ReplicasParted, WorkerDied, WorkerHung
+from onebox.errors import OneboxError, OperatorError, PeerLost, ReplicasParted, WorkerDied, WorkerHung
 from onebox.pool import Pool
 
 RECOVERABLE = (WorkerDied, WorkerHung, PeerLost)
@@ -87,6 +87,11 @@ def interrupted(what: str) -> ReplicasParted:
         f"{what} was interrupted when some devices had it and others not; make another trainer, or resume from the "
         "last checkpoint"
     )
+
+
+def cost_nothing(error: BaseException) -> bool:
+    """Return whether an error has left the state on the workers as it was."""
+    return isinstance(error, OperatorError) and error.kept
 
 
 def first_line(error: Exception) -> str:

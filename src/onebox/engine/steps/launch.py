@@ -13,6 +13,7 @@ from onebox.engine.install.installed_plan import InstalledPlan
 from onebox.engine.state.transfer import StateChanges
 from onebox.engine.steps.results import StepLoss
 from onebox.engine.workload.batch import Batch
+from onebox.engine.workload.index_ranges import IndexRange
 from onebox.pool import WorkerReply
 from onebox.wire.protocol.instructions import GroupDelays, Options
 from onebox.wire.protocol.requests import SetNumerics
@@ -82,11 +83,13 @@ class PreparedStep:
         compiled: The routines, which the workers have.
         compared: Whether the loss of each batch must be checked; see
             :class:`~onebox.engine.steps.loss_check.MeanLossCheck`.
+        ranges: The ranges of its integers.
     """
 
     installed: InstalledPlan
     compiled: CompiledStep
     compared: bool = False
+    ranges: tuple[IndexRange, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

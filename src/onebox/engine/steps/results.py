@@ -129,6 +129,11 @@ class StepLoss(LateNumber):
         return self._values is not None
 
     @property
+    def failed(self) -> bool:
+        """True if its error has been raised."""
+        return self._error is not None
+
+    @property
     def done(self) -> bool:
         """Return whether the step has ended."""
         return self._values is not None or all(future.done() for future in self._futures)

@@ -229,6 +229,30 @@ class Rename(Message, frozen=True, tag="rename"):
     into: tuple[int, ...]
 
 
+class Vote(Message, frozen=True, tag="vote"):
+    """Vote on a step with the other ranks of a group, and renumber buffers if no rank objects.
+
+    A rank objects if something of the step has failed there; see :class:`Routine`. If one does, the buffers end, and
+    steps of the optimizer with gradients of that step change nothing, on all ranks.
+
+    Args:
+        optimizer: The optimizer.
+        group: The group; 0 for a worker that decides alone.
+        buffers: Buffers with new contents of lasting ones, each once.
+        into: These lasting ones.
+        age: Age of the step: how many steps before the run's step.
+        final: Whether the vote decides on the step of the optimizer, too, rather than on these buffers alone; an
+            objection is repeated in the final vote.
+    """
+
+    optimizer: int
+    group: int = 0
+    buffers: tuple[int, ...] = ()
+    into: tuple[int, ...] = ()
+    age: int = 0
+    final: bool = True
+
+
 class Get(Message, frozen=True, tag="get"):
     """Reply with buffers: specs in the reply, elements in frames.
 
@@ -271,6 +295,7 @@ Step = (
     | OptimizerStep
     | Branch
     | Rename
+    | Vote
     | Get
     | Ask
 )
@@ -291,7 +316,7 @@ def references(step: Step) -> tuple[int, ...]:
             return (*step.gradients, *norm, *step.previous, *step.ahead)
         case Branch():
             return (*step.previous, *step.ahead)
-        case Rename():
+        case Rename() | Vote():
             return (*step.buffers, *step.into)
         case Free() | Reduce() | Broadcast() | Offload() | Evict() | Prefetch() | Get() | Ask():
             return step.buffers

@@ -20,10 +20,19 @@ PROTOCOL = 18
 
 
 class Routine(Message, frozen=True, tag="routine"):
-    """A stored sequence of instructions, with as many bindings as its negative references need."""
+    """A stored sequence of instructions.
+
+    Args:
+        steps: The instructions.
+        bindings: As many as its negative references need.
+        optimizer: If positive, the optimizer whose steps wait for a :class:`Vote`. After a failure before the vote, the
+            worker objects in it, computes nothing more of that step, and sends zeros in place of what it would have
+            computed, so that the other workers come to the vote. Otherwise a failure voids what it would have written.
+    """
 
     steps: tuple[Step, ...]
     bindings: int
+    optimizer: int = 0
 
 
 class OptimizerSpec(Message, frozen=True, tag="optimizer"):

@@ -89,6 +89,7 @@ class WorkerFailure(Message, frozen=True, tag="failure"):
         asked_bytes: For insufficient memory, if known: requested bytes,
         used_bytes: other bytes in use,
         allowed_bytes: and the limit.
+        kept: Whether only the step, or the batch, is affected: what lasts is unchanged.
     """
 
     kind: Literal["operator", "memory", "values", "address", "peer", "protocol"]
@@ -101,6 +102,7 @@ class WorkerFailure(Message, frozen=True, tag="failure"):
     asked_bytes: int = 0
     used_bytes: int = 0
     allowed_bytes: int = 0
+    kept: bool = False
 
 
 class Tensors(Message, frozen=True, tag="tensors"):

@@ -11,7 +11,7 @@ import msgspec
 
 from onebox.errors import WireError
 from onebox.wire.protocol.groups import EmulatedLink, FormGroup
-from onebox.wire.protocol.instructions import Broadcast, Gather, Receive, Reduce, Send
+from onebox.wire.protocol.instructions import Broadcast, Gather, Receive, Reduce, Send, Vote
 from onebox.wire.protocol.requests import Routine
 from onebox.wire.protocol.responses import GroupTraffic, Joined, Left, WorkerFailure
 from onebox.worker.accelerator import Accelerator, accelerator_for
@@ -247,9 +247,8 @@ class GroupManager:
 
 def groups_of(routine: Routine) -> tuple[int, ...]:
     """Return the groups that a routine uses."""
-    return tuple(
-        {step.group for step in routine.steps if isinstance(step, Send | Receive | Reduce | Gather | Broadcast)}
-    )
+    exchanges = Send | Receive | Reduce | Gather | Broadcast | Vote
+    return tuple({step.group for step in routine.steps if isinstance(step, exchanges) and step.group})
 
 
 def form_group(

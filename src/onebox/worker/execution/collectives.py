@@ -57,6 +57,7 @@ class CollectiveExecutor:
                 within = None if what.whole is None else RowRange(what.whole, what.first)
                 trace.until(self._groups.get(what.group).send(tensor, what.peer, what.channel, within))
             case Receive():
+                self._store.reserve(what.spec.size_bytes)  # nothing begins without room for its result
                 finish = self._groups.get(what.group).receive(what.spec, what.peer, what.channel, what.rows)
                 self._promise(resolve(what.buffer), what.spec, finish, trace)
             case Reduce():
@@ -66,6 +67,7 @@ class CollectiveExecutor:
             case Gather():
                 tensor = self._store.get(resolve(what.buffer))
                 trace.ready()
+                self._store.reserve(what.spec.size_bytes)
                 finish = self._groups.get(what.group).gather(tensor, what.spec, what.dim, what.sizes)
                 self._promise(resolve(what.into), what.spec, finish, trace)
 
@@ -76,6 +78,8 @@ class CollectiveExecutor:
         shapes = [tensor.shape for tensor in tensors]
         size_bytes = sum(tensor.nbytes for tensor in tensors)
         group = self._groups.get(reduce.group)
+        if reduce.root in (-1, group.rank):
+            self._store.reserve(size_bytes)
         begun = group.reduce(tensors) if reduce.root < 0 else group.collect(tensors, reduce.root)
         del tensors
         if isinstance(begun, int):

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar, get_args
 
+from msgspec.structs import replace
 from torch import Tensor
 
 from onebox.errors import WireError
@@ -31,6 +32,7 @@ from onebox.wire.protocol.instructions import (
     Reduce,
     Rename,
     Send,
+    Vote,
     references,
 )
 from onebox.wire.protocol.requests import (
@@ -57,6 +59,7 @@ from onebox.worker.execution.errors import describe_failure, require_device
 from onebox.worker.execution.numerics import NumericState
 from onebox.worker.execution.optimizer_steps import OptimizerSteps
 from onebox.worker.execution.pending_reply import Outcome, PendingReply
+from onebox.worker.execution.step_votes import StepVotes
 from onebox.worker.execution.stream import ScriptStream, ScriptStreams
 from onebox.worker.faults import FaultInjector
 from onebox.worker.memory.buffers import BufferStore, Poisoned, QuotaExceeded
@@ -80,7 +83,7 @@ _STOPPED = frozenset(
 )
 """Instructions that have no effect in a stream that has stopped."""
 
-_AHEAD = frozenset({Put, Call, Send, Receive, Free, Rename, OptimizerStep, Ask})
+_AHEAD = frozenset({Put, Call, Send, Receive, Free, Rename, OptimizerStep, Vote, Ask})
 """Instructions that the host executes ahead of an emulated device; before any other the device's work ends."""
 
 
@@ -140,8 +143,17 @@ class Executor:
         self._snapshots = SnapshotService(accelerator, self.store, self.host, self._groups, self._definition, faults)
         self._collectives = CollectiveExecutor(self.store, self._groups, self._before_update)
         self._offloader = Offloader(accelerator, self.store, self.host, faults, self.progress)
+        self._votes = StepVotes(
+            accelerator, self.store, self._groups, lambda number: self._definition(number, CompiledProgram)
+        )
         self._updates = OptimizerSteps(
-            device, self.store, self._offloader, self._definition, self._before_update, self.progress
+            device,
+            self.store,
+            self._offloader,
+            self._definition,
+            self._before_update,
+            self._votes.takes_effect,
+            self.progress,
         )
         self._numerics = NumericState()
         self._trace = Trace()
@@ -238,6 +250,7 @@ class Executor:
 
         self._run = run
         self._updates.begin(run, routine.steps, self._definitions)
+        self._votes.begin(run, routine.optimizer)
         if not (run.trace and self._trace.enabled):
             self._trace = Trace(self.store if run.trace else None, self._device.accelerator, self.progress.now_ns)
         trace = self._trace
@@ -257,6 +270,7 @@ class Executor:
                 between()
         trace.close()
         self._place = None
+        self._votes.end()
         if poisoned is not None:
             raise poisoned
         return results
@@ -285,12 +299,16 @@ class Executor:
             progress.settle()
         try:
             self._faults.before(progress)
+            if self._votes.skips(instruction, resolve):
+                return []
             results = self._handlers[type(instruction)](self, instruction, frames, resolve)
             if type(instruction) in _ANSWERED:
                 self._groups.check()  # after a wait for the device, which an interrupted operation ends with any values
             return results
         except Poisoned as error:
             progress.settle()
+            if self._object(instruction, error.failure, resolve):
+                return []
             self._void(instruction, error.failure, resolve)
             if type(instruction) in _ANSWERED:
                 raise
@@ -304,6 +322,10 @@ class Executor:
             failure = describe_failure(error, progress.doing, self._place)
             if self._in_stream and isinstance(instruction, Send) and failure.kind == "peer":
                 return []  # only the receiver, which has left, lacks what was to be sent
+            if isinstance(instruction, Put) and not instruction.there:
+                failure = replace(failure, kept=True)
+            if self._object(instruction, failure, resolve):
+                return []
             self._void(instruction, failure, resolve)
             if type(instruction) in _ANSWERED:  # the script is told at once: its stream goes on
                 self._report(failure)
@@ -351,6 +373,18 @@ class Executor:
             raise Poisoned(failure)
         return []
 
+    def _object(self, instruction: Instruction, failure: WorkerFailure, resolve: Resolve) -> bool:
+        """Leave a failure to the vote on its step, if there is one, with zeros for other workers and what follows."""
+        try:
+            objection = self._votes.objects(instruction, failure, resolve)
+            if objection is not None and isinstance(instruction, Communication):
+                self._collectives.run(instruction, resolve, self._trace)
+        except (Poisoned, RankLost, QuotaExceeded, RuntimeError):  # other workers do not come to the vote then
+            return False
+        if objection is not None:
+            self._report(objection)
+        return objection is not None
+
     def _void(self, instruction: Instruction, failure: WorkerFailure, resolve: Resolve) -> None:
         """Void the outputs of an instruction; a worker that cannot contribute leaves the group."""
         if isinstance(instruction, Call):
@@ -373,7 +407,9 @@ class Executor:
             )
             if isinstance(what, Routine):
                 self._owed[instruction.number] = groups_of(what)
-        if isinstance(instruction, Reduce | Gather | Broadcast | Send | FormGroup):
+        if isinstance(instruction, Vote):
+            self._votes.abstain(instruction)
+        if isinstance(instruction, Reduce | Gather | Broadcast | Send | FormGroup | Vote) and instruction.group:
             if self._stream is None or self._stream.failure is None:  # else it has been reported
                 self._report(failure)
             self._groups.abandon(instruction.group, failure)
@@ -434,6 +470,7 @@ class Executor:
         gone = self._definitions.pop(number, None)
         self._owed.pop(number, None)
         self._updates.end(number)
+        self._votes.forget(number)
         if isinstance(gone, NativeOptimizer | DeferredOptimizer):
             self.store.charge(-gone.charged_bytes)
             gone.close()
@@ -604,6 +641,12 @@ class Executor:
         self._updates.rename(rename, resolve)
         return []
 
+    def _vote(self, vote: Vote, frames: Iterator[Any], resolve: Resolve) -> Sequence[Outcome]:
+        if vote.group:
+            self.progress.settle()
+        self._votes.vote(vote, resolve)
+        return []
+
     def _before_update(self) -> None:
         """Separate replies and copies from buffers that are about to be written in place."""
         self.frames_out = [frame if callable(frame) else bytes(frame) for frame in self.frames_out]
@@ -667,6 +710,7 @@ class Executor:
         OptimizerStep: _optimize,
         Branch: _branch,
         Rename: _rename,
+        Vote: _vote,
         **dict.fromkeys(get_args(EagerWork), _run_eager),
         **dict.fromkeys(get_args(SlotInstruction), _run_on_slots),
         FormGroup: _form,
@@ -695,6 +739,8 @@ def _writes(instruction: Instruction) -> Sequence[int]:
             return (instruction.buffer,)
         case Gather():
             return (instruction.into,)
+        case Vote():
+            return instruction.buffers
         case _:
             return ()
 

@@ -37,6 +37,7 @@ class OptimizerSteps:
         offloader: Provides buffers that are in host memory.
         definition: Returns an optimizer by its number.
         before_update: Completes or copies pending reads of buffers that are about to be overwritten.
+        takes_effect: Returns whether a step of an optimizer is to be applied, given the numbers of both.
         progress: Notified of waits.
     """
 
@@ -47,6 +48,7 @@ class OptimizerSteps:
         offloader: Offloader,
         definition: Callable[[int, type[NativeOptimizer]], NativeOptimizer],
         before_update: Callable[[], None],
+        takes_effect: Callable[[int, int], bool],
         progress: WorkerProgress,
     ) -> None:
         self.versions = ParameterVersions()
@@ -55,6 +57,7 @@ class OptimizerSteps:
         self._offloader = offloader
         self._definition = definition
         self._before_update = before_update
+        self._takes_effect = takes_effect
         self._progress = progress
         self._changes: dict[int, Changes] = {}
         self._applied: dict[int, tuple[Options, ...]] = {}
@@ -75,16 +78,20 @@ class OptimizerSteps:
         self._applied.pop(optimizer, None)
 
     def step(self, step: OptimizerStep, resolve: Resolve, run: Run, trace: Trace) -> list[Outcome]:
-        """Execute a step of an optimizer.
+        """Execute a step of an optimizer, unless a worker has objected to the step of its gradients.
 
         Returns:
-            The norm of the gradients if they are clipped, and their delay if parameters have versions.
+            The norm of the gradients if they are clipped, and their delay if parameters have versions; nothing without
+            a step.
 
         Raises:
             Poisoned: An input is void.
             QuotaExceeded: There is no room for its state.
             WireError: The instruction is invalid.
         """
+        if not self._takes_effect(step.optimizer, run.step - step.age):
+            self._keep(step, resolve)
+            return []
         optimizer = self._definition(step.optimizer, NativeOptimizer)
         chosen = optimizer.chosen(step.members)
         read = self._offloader.readable if optimizer.on_host else self._store.get
@@ -116,6 +123,19 @@ class OptimizerSteps:
             self.versions.renewed(step.optimizer, chosen, [(n, self._store.get(n)) for n in ahead])
         self._device.pace(start_ns, cost_s, self._progress)
         return [*([] if found is None else [self._device.scalars([found])]), *([] if delays is None else [delays])]
+
+    def _keep(self, step: OptimizerStep, resolve: Resolve) -> None:
+        """Let the former versions of parameters be like the present ones, as after a step that changes nothing."""
+        if not step.previous:
+            return
+        optimizer = self._definition(step.optimizer, NativeOptimizer)
+        present = [resolve(reference) for reference in step.ahead] or [
+            optimizer.numbers[index] for index in optimizer.chosen(step.members)
+        ]
+        self._before_update()
+        for number, like in zip(map(resolve, step.previous), present, strict=True):
+            self._store.get(number).copy_(self._store.get(like))
+            self.versions.repeated(number, like)
 
     def overwrite(self, number: int, made: Tensor, definitions: Iterable[object]) -> None:
         """Overwrite a buffer in place; its optimizers continue from the new elements.

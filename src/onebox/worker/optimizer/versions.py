@@ -8,7 +8,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
@@ -165,6 +165,12 @@ class ParameterVersions:
                 raise WireError(f"buffer {number} is no version of parameter {position} of optimizer {optimizer}")
             if version.tensor is None or version.tensor() is not tensor:
                 raise WireError(f"buffer {number} holds something else since 'branch' made it a version of a parameter")
+
+    def repeated(self, number: int, like: int) -> None:
+        """Record that a buffer now holds the same version as another one."""
+        version, other = self._versions.get(number), self._versions.get(like)
+        if version is not None and other is not None:
+            self._versions[number] = replace(version, updates=other.updates)
 
     def applied(self, optimizer: int, positions: Sequence[int], step: int) -> Delays | None:
         """Count an update of parameters with the gradients of a step.

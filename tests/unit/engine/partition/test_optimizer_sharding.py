@@ -198,8 +198,8 @@ def test_a_group_that_always_sums_in_parts_does_nothing_else_as_a_whole(
     flat, near = lower(made, 12), lower(made, 12, ways=only)
     assert near.holdings.always_in_parts(members) and not flat.holdings.always_in_parts(members)
     names = list(near.trained)
-    assert members in flat.holdings.groups(names, (), everybody=False)
-    found = near.holdings.groups(names, (), everybody=False)
+    assert members in flat.holdings.groups(names, ())
+    found = near.holdings.groups(names, ())
     assert members not in found and {*subgroups(only[members])} <= {*found}
     summing = {
         step.group for worker in members for step in steps_of(near, worker) if isinstance(step, Reduce | Broadcast)
@@ -216,7 +216,7 @@ def test_a_group_with_owners_is_formed_whole() -> None:
     made, members = replace(MORE["four replicas"], optimizer="sharded"), (0, 1, 2, 3)
     near = lower(made, 12, ways={members: ways(members, *HOSTS)[members][1:]})
     assert near.holdings.owners
-    assert members in near.holdings.groups(near.trained, (), everybody=False)
+    assert members in near.holdings.groups(near.trained, ())
 
 
 def test_a_broadcast_to_all_goes_through_the_first_of_each_part() -> None:

@@ -52,7 +52,7 @@ def test_equal_sets_of_workers_are_one_group_in_whatever_order_the_plan_names_th
     found = holdings(plan(stage("ab", 2, 0), stage("cd", 0, 2)))
     assert {found.members(worker, stage) for worker in (0, 2) for stage in (0, 1)} == {(2, 0)}
     assert set(found.holders.values()) == {(2, 0)}
-    assert found.groups(["model.a.weight", "model.d.bias"], ["model.mean"], everybody=True) == [(2, 0)]
+    assert found.groups(["model.a.weight", "model.d.bias"], ["model.mean"]) == [(2, 0)]
 
 
 @pytest.mark.parametrize("name", PLANS)
@@ -68,10 +68,10 @@ def test_each_name_has_one_owner_and_that_is_a_holder(name: str) -> None:
 @pytest.mark.parametrize("name", PLANS)
 def test_groups_are_those_that_sum_something_and_all_have_more_than_one_member(name: str) -> None:
     found = holdings(PLANS[name])
-    groups = found.groups(NAMES, [], everybody=False)
+    groups = found.groups(NAMES, [])
     assert set(groups) == {members for members in found.holders.values() if len(members) > 1}
     assert [len(members) for members in groups] == sorted(map(len, groups), reverse=True)
-    everybody = found.groups(NAMES, [], everybody=True)
+    everybody = found.groups(NAMES, [])
     assert set(everybody) - set(groups) <= ({tuple(sorted(found.devices))} if len(found.devices) > 1 else set())
 
 

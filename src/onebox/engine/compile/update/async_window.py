@@ -74,12 +74,20 @@ class LateUpdate:
 
     Args:
         update: The update with the gradients of the previous step; ``None`` if there is none.
+        vote: Adds the vote on that step.
         weights: Notified of the update.
         actions: The worker's row.
     """
 
-    def __init__(self, update: WorkerUpdate | None, weights: WindowWeights, actions: Sequence[Action]) -> None:
+    def __init__(
+        self,
+        update: WorkerUpdate | None,
+        vote: Callable[[], None],
+        weights: WindowWeights,
+        actions: Sequence[Action],
+    ) -> None:
         self._update = update
+        self._vote = vote
         self._weights = weights
         self._left = sum(action.micro_batch < 0 for action in actions)
 
@@ -99,6 +107,7 @@ class LateUpdate:
     def finish(self) -> None:
         """Add it if it has not been added."""
         if self._update is not None:
+            self._vote()
             self._update.finish()
             self._update = None
             self._weights.update()

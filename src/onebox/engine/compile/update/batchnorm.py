@@ -160,17 +160,16 @@ class WorkerStatistics:
             specs = [self._spec(name) for name in names]
             factors = [self._shared.model.updates[name].decay ** self._total for name in names]
             old, moved = [state[name] for name in names], [self.moved[name] for name in names]
-            program = combine_all(specs, factors)
-            self._builder.call(
-                program, [*old, *moved], old, InstructionLabel("statistics"), takes=range(2 * len(names))
-            )
+            program, new = combine_all(specs, factors), [self._builder.renew(number) for number in old]
+            takes = range(len(old), 2 * len(old))
+            self._builder.call(program, [*old, *moved], new, InstructionLabel("statistics"), takes=takes)
         for stage, names in self._constant.items():
             repeats = self._total - len(self._own[stage])
             part, read, changed = _updates_alone(self._shared.model.of(stage, "F"), names)
             for _ in range(repeats):
-                self._builder.call(
-                    part, [state[name] for name in read], [state[name] for name in changed], InstructionLabel("count")
-                )
+                given = [self._builder.newest(state[name]) for name in read]
+                new = [self._builder.renew(state[name]) for name in changed]
+                self._builder.call(part, given, new, InstructionLabel("count"))
 
 
 def _updates_alone(forward: NamedProgram, names: Sequence[str]) -> tuple[Program, list[str], list[str]]:

@@ -142,8 +142,8 @@ class QuantizedBucket(CodedBucket):
 
     def _encoding(self, builder: RoutineBuilder, buffers: Sequence[int]) -> None:
         given = [*buffers, self._residual]
-        made = [*self._slices, self._residual]
-        builder.call(self._encode, given, made, InstructionLabel("encode"), takes=range(len(given)))
+        made = [*self._slices, builder.renew(self._residual)]
+        builder.call(self._encode, given, made, InstructionLabel("encode"), takes=range(len(buffers)))
 
     def _send(self, builder: RoutineBuilder, group: int, number: int, peer: int) -> None:
         label = InstructionLabel(
@@ -168,8 +168,8 @@ class QuantizedBucket(CodedBucket):
     def _gather(self, builder: RoutineBuilder, rank: int, group: int) -> None:
         """Sum this member's slice, and begin to gather all sums."""
         slices = [*self._received[:rank], self._slices[rank], *self._received[rank + 1 :]]
-        given, made = [*slices, self._sum_residual], [self._summed, self._sum_residual]
-        builder.call(self._recode, given, made, InstructionLabel("sum coded"), takes=range(len(given)))
+        given, made = [*slices, self._sum_residual], [self._summed, builder.renew(self._sum_residual)]
+        builder.call(self._recode, given, made, InstructionLabel("sum coded"), takes=range(len(slices)))
         rows, width = self._slice.shape
         whole = TensorSpec(self._slice.dtype, (rows * self._count, width))
         gather = Gather(self._summed, self._gathered, whole, group, (rows,) * self._count)
@@ -238,8 +238,8 @@ class GatheredBucket(CodedBucket):
 
     def _gather(self, builder: RoutineBuilder, group: int, buffers: Sequence[int]) -> None:
         """Encode, and begin to gather the encoded parts of all members."""
-        given, made = [*buffers, self._residual], [self._own, self._residual]
-        builder.call(self._encode, given, made, InstructionLabel("encode"), takes=range(len(given)))
+        given, made = [*buffers, self._residual], [self._own, builder.renew(self._residual)]
+        builder.call(self._encode, given, made, InstructionLabel("encode"), takes=range(len(buffers)))
         (rows, width), count = self._part.shape, len(self.members)
         whole = TensorSpec(self._part.dtype, (rows * count, width))
         label = InstructionLabel(GATHER_LABEL, "transfer", size_bytes=self._part.size_bytes)
@@ -304,16 +304,17 @@ class LowRankBucket(CodedBucket):
         if self._specs:
             given = [*(buffers[place] for place in self._places), *self._lost, *self._second]
             made = [*self._matrices, *self._first]
-            builder.call(self._project, given, made, InstructionLabel("project"), takes=range(len(given)))
+            builder.call(self._project, given, made, InstructionLabel("project"), takes=range(len(self._places)))
         exact = [number for place, number in enumerate(buffers) if place not in self._places]
         builder.add(Reduce((*self._first, *exact), group), InstructionLabel("reduce", "transfer"))
 
     def _sum(self, builder: RoutineBuilder, group: int) -> None:
         """Begin to sum the second thin matrices."""
         if self._specs:
-            given, made = [*self._matrices, *self._first], [*self._first, *self._second, *self._lost]
+            second, lost = ([builder.renew(number) for number in kept] for kept in (self._second, self._lost))
+            given, made = [*self._matrices, *self._first], [*self._first, *second, *lost]
             builder.call(self._factor, given, made, InstructionLabel("factor"), takes=range(len(given)))
-            builder.add(Reduce(tuple(self._second), group), InstructionLabel("reduce", "transfer"))
+            builder.add(Reduce(tuple(second), group), InstructionLabel("reduce", "transfer"))
 
     def _finish(self, builder: RoutineBuilder, worker: int, buffers: Sequence[int]) -> None:
         """Multiply the sums; members that do not need the result drop what they have of it."""
@@ -321,6 +322,7 @@ class LowRankBucket(CodedBucket):
             left = [number for place, number in enumerate(buffers) if place not in self._places]
             builder.add(Free((*self._first, *left)), InstructionLabel("free"))
         elif self._specs:
-            given, made = [*self._first, *self._second], [buffers[place] for place in self._places]
+            second = [builder.newest(number) for number in self._second]
+            given, made = [*self._first, *second], [buffers[place] for place in self._places]
             takes = range(len(self._first))
             builder.call(self._restore, given, made, InstructionLabel("restore"), takes=takes)

@@ -52,9 +52,8 @@ class WorkerUpdate:
 
     @property
     def waits(self) -> bool:
-        """True if it waits for other workers."""
-        shared = self._shared
-        return bool(shared.buckets_of(self._worker)) or (shared.everybody is not None and bool(shared.max_norm))
+        """True if it waits for other workers, whose vote it needs."""
+        return len(self._shared.holdings.devices) > 1
 
     # ---- at once
 

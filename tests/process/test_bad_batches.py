@@ -1,0 +1,252 @@
+"""Training with a bad batch: its step raises once and changes nothing, and the run ends as plain PyTorch without it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import onebox
+from onebox.engine.workload import index_ranges
+from onebox.errors import DeviceMemoryError, OperatorError
+from onebox.graph import TracedModel
+from onebox.graph.capture.export import capture
+from onebox.plan import ASYNC, Plan, Stage
+from onebox.pool import Fault, open_pool
+from tests.late import train_late
+from tests.process.shelf import Shelf
+from tests.reference import Outcome, assert_same, train
+from tests.trainer_arguments import grouped
+
+WORDS, CLASSES, BAD = 7, 3, 2
+"""Words, classes, and the step with the bad batch."""
+
+
+class Net(nn.Module):
+    """Words, batch norm, and a buffer that counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, 5)
+        self.mix = nn.Linear(10, 8, bias=False)
+        self.norm = nn.BatchNorm1d(8)
+        self.out = nn.Linear(8, CLASSES)
+
+    def forward(self, x_BT: Tensor) -> Tensor:
+        return self.out(torch.tanh(self.norm(self.mix(self.words(x_BT).flatten(1)))))
+
+
+def net() -> Net:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        return Net().double()
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    """Return an optimizer whose steps for gradients that are rounding noise, as before batch norm, are small."""
+    return torch.optim.AdamW(model.parameters(), lr=0.05, eps=1e-3)
+
+
+def batches(count: int = 5) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(5)
+    return [
+        (torch.randint(WORDS, (8, 2), generator=generator), torch.randint(CLASSES, (8,), generator=generator))
+        for _ in range(count)
+    ]
+
+
+def spoiled(batch: tuple[Tensor, Tensor], kind: str) -> tuple[Tensor, Tensor]:
+    """Return a batch with one label or one word, of the last sample, that is out of range."""
+    x_BT, y_B = batch[0].clone(), batch[1].clone()
+    if kind == "label":
+        y_B[-1] = CLASSES + 2
+    elif kind == "word":
+        x_BT[-1, 0] = WORDS + 2
+    return x_BT, y_B
+
+
+def layout(which: str) -> Plan:
+    names = TracedModel(capture(net(), functional.cross_entropy, batches(1)[0]), backward=True).segments
+    first, second = names[: len(names) // 2], names[len(names) // 2 :]
+
+    def stages(*replicas: Sequence[int]) -> tuple[Stage, ...]:
+        parts = (first, second) if len(replicas) > 1 else ((),)
+        return tuple(
+            Stage(segments=part, replicas=tuple((one,) for one in own), shares=(1.0,) * len(own))
+            for part, own in zip(parts, replicas, strict=True)
+        )
+
+    match which:
+        case "one device":
+            return Plan(stages=stages((0,)), micro_batch=4)
+        case "replicas":
+            return Plan(stages=stages((0, 1)), micro_batch=4)
+        case "stages":
+            return Plan(stages=stages((0,), (1,)), micro_batch=4, schedule="1f1b")
+        case "both":
+            return Plan(stages=stages((0, 1), (2,)), micro_batch=4, schedule="1f1b")
+        case "shared out":
+            return Plan(stages=stages((0, 1)), micro_batch=4, optimizer="sharded")
+        case "late":
+            return Plan(stages=stages((0,), (1,)), micro_batch=4, schedule=ASYNC)
+        case "on the host":
+            return Plan(stages=stages((0, 1)), micro_batch=4, update="host")
+        case "split":
+            return Plan(stages=(Stage(segments=(), replicas=((0, 1),), shares=(1.0,)),), micro_batch=4)
+    raise AssertionError(which)
+
+
+def expected(given: Sequence[tuple[Tensor, Tensor]], **options: Any) -> Outcome:
+    model = net()
+    return train(model, functional.cross_entropy, adamw(model), given, lambda size: [4] * (size // 4), **options)
+
+
+def run(trainer: onebox.Trainer, kind: str, *, refused: bool = False) -> tuple[Outcome, OperatorError]:
+    """Train with a bad batch in the middle; return the outcome and the error."""
+    losses, caught = [], []
+    for step, batch in enumerate(batches()):
+        if step == BAD:
+            with pytest.raises(OperatorError) as raised:
+                loss = trainer.step(*spoiled(batch, kind))
+                assert not refused
+                float(loss)
+            caught.append(raised.value)
+        losses.append(trainer.step(*batch))
+        float(losses[-1])
+    tensors = {name.removeprefix("model."): tensor for name, tensor in trainer.tensors().items()}
+    return Outcome(losses=[float(loss) for loss in losses], norms=[], tensors=tensors), caught[0]
+
+
+def trained(pool: onebox.Pool, which: str, kind: str, *, refused: bool = False, **more: Any) -> OperatorError:
+    """Train with a bad batch, compare with plain PyTorch without it, and return the error."""
+    plan, model = layout(which), net()
+    optimizer = adamw(model)
+    arguments = grouped(pool=pool, plan=plan, check_every=1, **more)
+    with onebox.Trainer(model, functional.cross_entropy, optimizer, **arguments) as trainer:
+        found, error = run(trainer, kind, refused=refused)
+        assert trainer.steps_done == len(batches())
+        assert len(trainer.recoveries) == 0
+        trainer.evaluate(batches(1))
+        trainer.pull()
+    wanted = expected(batches(), max_norm=more.get("clip_grad_norm"))
+    assert_same(found, wanted)
+    torch.testing.assert_close(dict(model.state_dict()), wanted.tensors, rtol=0, atol=1e-10)
+    assert error.kept
+    return error
+
+
+@pytest.fixture
+def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let bad batches come to the workers, as large ones do."""
+    monkeypatch.setattr(index_ranges, "MOST_ELEMENTS", 0)
+
+
+@pytest.mark.parametrize("kind", ["label", "word"])
+def test_a_small_bad_batch_is_refused_at_its_line(kind: str, pools: Shelf) -> None:
+    error = trained(pools(3), "stages", kind, refused=True)
+    assert error.cause == "IndexError"
+    assert "nothing has been sent" in str(error)
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("which", ["one device", "replicas", "stages", "both", "shared out", "on the host", "split"])
+@pytest.mark.parametrize("kind", ["label", "word"])
+def test_a_bad_batch_costs_one_step(kind: str, which: str, pools: Shelf) -> None:
+    error = trained(pools(3), which, kind)
+    assert error.cause == "IndexError"
+    assert "embedding" in str(error) if kind == "word" else "a target of the batch is 5" in str(error)
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(
+    "more", [{"recover": True, "snapshot_every": 1}, {"overlap": True}, {"clip_grad_norm": 0.5}], ids=str
+)
+def test_so_with_recovery_and_overlap(more: dict[str, Any], pools: Shelf) -> None:
+    trained(pools(3), "shared out", "label", **more)
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(("which", "delay"), [("late", "none"), ("late", "both"), ("shared out", "predict")])
+@pytest.mark.parametrize("kind", ["label", "word"])
+def test_so_with_late_gradients(kind: str, which: str, delay: str, pools: Shelf) -> None:
+    """The step after the bad one reads the weights that it would have read after it."""
+    plan, model, given = layout(which), net(), batches()
+    optimizer = adamw(model)
+    arguments = grouped(pool=pools(3), plan=plan, check_every=1, staleness=1, delay=delay, warm_up=0)
+    with onebox.Trainer(model, functional.cross_entropy, optimizer, **arguments) as trainer:
+        found, error = run(trainer, kind)
+        trainer.pull()
+    reference, skipped = net(), [*given[:BAD], given[BAD], *given[BAD:]]
+    wanted = train_late(
+        reference,
+        functional.cross_entropy,
+        adamw(reference),
+        skipped,
+        lambda size: [4] * (size // 4),
+        delay=delay,
+        warm_up=0,
+        skipped=[BAD],
+    )
+    assert_same(found, wanted)
+    assert error.kept
+
+
+@pytest.mark.parametrize(
+    ("which", "fault"),
+    [
+        ("one device", Fault("memory", "call", 20)),
+        ("replicas", Fault("memory", "call", 14)),
+        ("replicas", Fault("memory", "reduce", 3)),
+        ("stages", Fault("memory", "call", 20)),
+        ("stages", Fault("memory", "receive", 5)),
+        ("stages", Fault("memory", "send", 3)),
+        ("shared out", Fault("memory", "call", 21)),
+        ("split", Fault("memory", "call", 25)),
+        ("split", Fault("memory", "gather", 3)),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value.instruction,
+)
+def test_a_step_without_memory_can_be_repeated(which: str, fault: Fault) -> None:
+    model, failures, losses = net(), 0, []
+    last = 0 if which == "one device" else 1
+    with (
+        open_pool(f"cpu*{last + 1}", threads=1, faults={last: (fault,)}) as pool,
+        onebox.Trainer(
+            model, functional.cross_entropy, adamw(model), **grouped(pool=pool, plan=layout(which), check_every=1)
+        ) as trainer,
+    ):
+        for batch in batches():
+            try:
+                losses.append(float(trainer.step(*batch)))
+            except DeviceMemoryError as error:
+                assert error.kept
+                failures += 1
+                losses.append(float(trainer.step(*batch)))
+        tensors = {name.removeprefix("model."): tensor for name, tensor in trainer.tensors().items()}
+    assert failures == 1
+    assert_same(Outcome(losses=losses, norms=[], tensors=tensors), expected(batches()))
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_an_unread_failure_is_raised_by_the_next_call_that_waits(pools: Shelf) -> None:
+    model = net()
+    optimizer = adamw(model)
+    with onebox.Trainer(model, functional.cross_entropy, optimizer, pool=pools(2)) as trainer:
+        given = batches()
+        for step, batch in enumerate(given[: BAD + 1]):
+            bad = trainer.step(*(spoiled(batch, "label") if step == BAD else batch))
+        for again in ("the trainer can go on", ""):
+            with pytest.raises(OperatorError, match="the trainer can go on") if again else contextlib.nullcontext():
+                trainer.pull()
+        with pytest.raises(OperatorError):
+            float(bad)
+        for batch in given[BAD + 1 :]:
+            trainer.step(*batch)
+        trainer.pull()
+    wanted = expected(given[:BAD] + given[BAD + 1 :])
+    torch.testing.assert_close(dict(model.state_dict()), wanted.tensors, rtol=0, atol=1e-10)
