@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from onebox.autoload import import_torch_first
 from onebox.lazy_names import lazy_names
 
 if TYPE_CHECKING:
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from onebox.vgpu import open_devices as open
 
 __version__ = "0.1.0"
+
+import_torch_first()
 
 __all__ = [
     "Buckets",
