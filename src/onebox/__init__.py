@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from onebox.autoload import import_torch_first
 from onebox.lazy_names import lazy_names
 from onebox.version import __version__ as __version__
 
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from onebox.stop_signals import StopSignals
     from onebox.trainer_options import DataParallel, Engine, Outer, Recovery, Staging, StaleGradients, Weights
     from onebox.vgpu import open_devices as open
+
+import_torch_first()
 
 __all__ = [
     "Buckets",

@@ -12,14 +12,17 @@ of the alias. No two sets replace the same attribute, except the alias, which is
 from __future__ import annotations
 
 import threading
+import types
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
+from torch.jit import _builtins
 
 from onebox.errors import PoolError
 
 _ABSENT: Any = object()
+_BUILT_IN = types.BuiltinFunctionType | types.MethodDescriptorType
 _VERSION = tuple(map(int, str(torch.__version__).split(".")[:2]))
 _lock = threading.RLock()
 
@@ -101,6 +104,13 @@ class Patches:
         before = vars(owner).get(name, _ABSENT)
         self._undo.append(lambda: delattr(owner, name) if before is _ABSENT else setattr(owner, name, before))
         setattr(owner, name, value)
+        if isinstance(before, _BUILT_IN) and isinstance(value, types.FunctionType):  # pickled by name
+            inner = isinstance(owner, type)
+            value.__module__ = owner.__module__ if inner else owner.__name__
+            value.__qualname__ = f"{owner.__qualname__}.{name}" if inner else name
+        known = _builtins._get_builtin_table()
+        if id(before) in known:  # torch.jit.script looks functions up by identity
+            self.put(known, id(value), known[id(before)])
 
     def put(self, mapping: dict[Any, Any], key: Any, value: Any) -> None:
         """Replace or add an entry of a dictionary."""

@@ -31,6 +31,7 @@ from onebox.errors import PoolError
 from onebox.vgpu import patches as patching
 from onebox.vgpu import signals
 from onebox.vgpu.compile import default_backend
+from onebox.vgpu.core import storage
 from onebox.vgpu.core.tensor import VirtualTensor
 from onebox.vgpu.dispatch import copies, factories, host_arguments
 from onebox.vgpu.distributed import data_parallel, ddp_reducer, process_group, ranks, sync_batchnorm
@@ -190,6 +191,7 @@ PATCHES = Patches(
         Patch(_core, "_set_default_dtype", default_dtype.followed),
         Patch(_core, "_set_default_tensor_type", default_dtype.followed),
         Patch(torch, "Generator", _by(VirtualGenerator)),
+        Patch(torch.UntypedStorage, "__new__", storage.on_host_only),
         # torch.accelerator
         *(
             Patch(_core, f"_accelerator_{name}", _by(answer), since=(2, 13) if name in accelerator.RECENT else (2, 11))

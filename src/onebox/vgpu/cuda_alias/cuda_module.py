@@ -40,8 +40,6 @@ KEPT_MODULES = {"torch.cuda.amp", "torch.cuda.comm", "torch.cuda.sparse"}
 
 NAMED_TOO = {
     "_compile_kernel",
-    "_create_jit_fn",
-    "_create_multi_output_jit_fn",
     "_dump_snapshot",
     "_record_memory_history",
     "_sleep",
@@ -159,6 +157,8 @@ def translate_surface(patches: Patches) -> None:
             patches.set(torch.cuda, name, unsupported_stub(f"torch.cuda.{name}", getattr(torch.cuda, name)))
     for inner in submodules():
         _translate_submodule(patches, inner, same)
+    kernel = torch.cuda.jiterator._JittedFunction  # made at the import of PyTorch's own tests, and then not called
+    patches.set(kernel, "__call__", unsupported_stub("torch.cuda.jiterator._create_jit_fn", kernel.__call__))
 
 
 def _translate_submodule(patches: Patches, inner: types.ModuleType, same: dict[int, Any]) -> None:

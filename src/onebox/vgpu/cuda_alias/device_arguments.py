@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 import torch.nested
-from torch.jit import _builtins
 from torch.utils import _device
 
 from onebox.vgpu.cuda_alias.device_names import DEVICE_TYPES, to_vgpu
@@ -39,6 +38,11 @@ def named(function: Function) -> Function:
         return function(*args, **kwargs)
 
     return translated
+
+
+def _static(function: Function) -> Any:
+    """Wrap a static method likewise: a subclass that reported ``cuda`` would abort a PyTorch without CUDA in C++."""
+    return staticmethod(named(function))
 
 
 def anywhere(function: Function) -> Function:
@@ -77,20 +81,17 @@ def table() -> Iterator[tuple[Any, list[str], Callable[[Function], Function]]]:
     yield torch.nested, ["as_nested_tensor", "nested_tensor"], named
     yield torch.Tensor, methods(), named
     yield torch.Tensor, ["is_pinned", "pin_memory", "to"], anywhere
+    yield torch.Tensor, ["_make_wrapper_subclass"], _static
+    yield torch.UntypedStorage, ["__new__"], _static
 
 
 def translate_entries(patches: Patches) -> None:
     """Make all of them accept ``cuda``."""
     constructors = _device._device_constructors()  # cached by PyTorch from now on: modes see the originals
     patches.set(_device.DeviceContext, "__torch_function__", _in_context(constructors))
-    known = _builtins._get_builtin_table()
     for owner, names, how in table():
         for name in names:
-            original = getattr(owner, name)
-            translated = how(original)
-            patches.set(owner, name, translated)
-            if id(original) in known:  # torch.jit.script looks functions up by identity
-                patches.put(known, id(translated), known[id(original)])
+            patches.set(owner, name, how(getattr(owner, name)))
 
 
 def _in_context(constructors: set[Function]) -> Function:

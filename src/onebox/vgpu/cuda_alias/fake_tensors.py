@@ -14,14 +14,16 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from onebox.vgpu.cuda_alias.device_arguments import anywhere
 from onebox.vgpu.cuda_alias.device_names import to_vgpu
+from onebox.vgpu.cuda_alias.functions import yes
 from onebox.vgpu.patches import Patches
 
 _OF_CUDA_GRAPHS: dict[str, Any] = {
     "_cuda_CUDAAllocator_AllocatorState": type("AllocatorState", (), {}),
+    "_cuda_cudaCachingAllocator_is_enabled": yes,
     "_set_cached_tensors_enabled": lambda enabled: None,
 }
-"""Modules that ``torch._dynamo.reset`` imports where ``torch.cuda`` is available, and that a PyTorch without CUDA
-lacks. They are only used to reset CUDA graphs, of which there are none."""
+"""What ``torch.compile`` and ``torch._dynamo.reset`` look up where ``torch.cuda`` is available, and what a PyTorch
+without CUDA lacks. It only serves CUDA graphs, of which there are none."""
 
 
 def translate_traced(patches: Patches) -> None:

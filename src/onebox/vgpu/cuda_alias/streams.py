@@ -37,6 +37,9 @@ class _Either(type):
     def __instancecheck__(cls, instance: Any) -> bool:
         return isinstance(instance, cls.plain | cls.virtual)
 
+    def __subclasscheck__(cls, kind: type) -> bool:
+        return issubclass(kind, cls.plain | cls.virtual)
+
 
 class CudaStream(VirtualStream):
     """A stream of a device; all streams of a device are the same.

@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -113,6 +114,25 @@ class DeviceProperties:
     multi_processor_count: int
     major: int = 0
     minor: int = 0
+    is_integrated: int = 0
+    is_multi_gpu_board: int = 0
+    warp_size: int = 32
+    max_threads_per_block: int = 1024
+    regs_per_multiprocessor: int = 65536
+
+    @property
+    def gcnArchName(self) -> str:
+        """The name, as for CUDA; the default backend of ``torch.compile`` reads it even for graphs on the host."""
+        return self.name
+
+    @property
+    def max_threads_per_multi_processor(self) -> int:
+        """Most threads of a streaming multiprocessor, from the CUDA programming guide's table of compute
+        capabilities."""
+        return {(7, 5): 1024}.get((self.major, self.minor), 2048 if self.minor == 0 and self.major < 12 else 1536)
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"{name} of a virtual device is not known here; look for it on the machine of the worker")
 
 
 def get_device_properties(device: Device = None) -> DeviceProperties:

@@ -38,6 +38,9 @@ class _Either(type(_plain)):  # type: ignore[misc]
     def __instancecheck__(cls, instance: Any) -> bool:
         return isinstance(instance, _plain)
 
+    def __subclasscheck__(cls, kind: type) -> bool:
+        return issubclass(kind, _plain)
+
 
 class VirtualGenerator(_plain, metaclass=_Either):
     """A random number generator, of a virtual device if requested.

@@ -16,10 +16,11 @@ from torch import Tensor
 
 from onebox.vgpu.dispatch.dispatch import launch
 from onebox.vgpu.dispatch.registry import foreign, special
-from onebox.vgpu.runtime.context import queue_of
+from onebox.vgpu.runtime.context import displayed, queue_of
 
 aten = torch.ops.aten
 _make: Any = Tensor._make_wrapper_subclass
+_device: Any = torch._C.TensorBase.device
 
 Handler = Callable[..., Any]
 _handlers: dict[Any, Handler] = {}
@@ -49,6 +50,16 @@ class VirtualSparse(Tensor):
         text: str = torch._tensor_str._str(self, tensor_contents=tensor_contents)
         return "tensor" + text[len(type(self).__name__) :]
 
+    @property
+    def device(self) -> Any:  # type: ignore[override]
+        """The device, by the script's name for it."""
+        return displayed(_device.__get__(self))
+
+    @property
+    def is_cuda(self) -> bool:  # type: ignore[override]
+        """Whether the script calls the device ``cuda``."""
+        return bool(self.device.type == "cuda")
+
     def new(self, *args: Any, **kwargs: Any) -> Any:
         """Return a sparse tensor of the same device: PyTorch's legacy constructor, which its optimizers use."""
         indices, values, size = args
@@ -56,9 +67,8 @@ class VirtualSparse(Tensor):
 
 
 def _sparse(indices: Tensor, values: Tensor, size: Any, coalesced: bool = False) -> VirtualSparse:
-    made: VirtualSparse = _make(
-        VirtualSparse, tuple(size), dtype=values.dtype, device=values.device, layout=torch.sparse_coo
-    )
+    place = torch.device("vgpu", values.device.index)  # autograd aborts at a device whose PyTorch is not there: cuda
+    made: VirtualSparse = _make(VirtualSparse, tuple(size), dtype=values.dtype, device=place, layout=torch.sparse_coo)
     made.pair, made.coalesced = (indices, values), coalesced
     return made
 

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
-from onebox.errors import OneboxError
+from onebox.errors import OneboxError, PoolError
 from onebox.pool import Pool, WorkerReply
 from onebox.vgpu.runtime.request_channel import RequestChannel, ScriptErrors, SentMessage
 from onebox.vgpu.runtime.trace_cache import Batcher, Record
@@ -128,6 +128,7 @@ class CommandQueue:
         self._calls: list[Record] = []
         self._room = 0  # the buffer that the very last operator allocated, or none
         self._batches = Batcher(pool.new_number)
+        self._forked = False
 
     @property
     def used(self) -> bool:
@@ -275,6 +276,7 @@ class CommandQueue:
         """Replace the locks in a forked process; another thread of its parent may have held them."""
         self.lock = self.channel.lock = threading.RLock()
         self._writes, self._writing = threading.RLock(), False
+        self.synchronous = self._forked = True  # so that already the first operator raises the error
 
     # ---- sending
 
@@ -310,6 +312,12 @@ class CommandQueue:
             frames: Raw elements of their tensors.
             awaited: Whether the caller will wait for the reply; otherwise an empty message is not sent.
         """
+        if self._forked:
+            raise PoolError(
+                "a forked process, such as a worker of a DataLoader, cannot use tensors that its parent has on virtual "
+                "devices; give it tensors of the host (tensor.cpu()), and move to a device what comes from it, or use "
+                "num_workers=0"
+            )
         with self.lock:
             if self.dead:
                 self._bury()
