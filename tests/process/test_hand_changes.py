@@ -161,7 +161,7 @@ def test_statistics_may_be_changed(change: str, layout: str, pools: Shelf) -> No
     assert_same(found, plain("cnn", plan, BUFFERS[change]))
 
 
-@pytest.mark.parametrize("change", [clamp, scale_data, other_data, load, initialise])
+@pytest.mark.parametrize("change", [clamp, scale_data, other_data, initialise])
 def test_a_change_of_old_weights_is_refused(change: Change, pools: Shelf, caplog: pytest.LogCaptureFixture) -> None:
     first, second = CASES["mlp"].batches([8, 8])
     with trainer_on(pools(2), "mlp", replicas("mlp")) as trainer:
