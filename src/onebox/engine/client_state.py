@@ -74,7 +74,7 @@ class ClientState(StepObserver):
         remote.edited = self._edited
         owners = [each for each in (model, loss) if isinstance(each, nn.Module)]
         modules = (module for owner in owners for module in owner.modules())
-        self._readers = Readers(modules, remote.optimizer, remote.named.tensors, self._bring_for)
+        self._readers = Readers(modules, remote.optimizer, remote.named.tensors, self._bring_for, lambda: run.begun)
         _OPEN.add(self)
 
     # ---- called by the trainer

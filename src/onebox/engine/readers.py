@@ -1,13 +1,15 @@
 """Readers of a trained model in this process: what reads its weights by a hook of PyTorch's gets the workers' weights.
 
 While a trainer is open, the modules of its model have hooks before ``state_dict()`` and before forward, its optimizers
-one before ``step()``, and ``AveragedModel.update_parameters`` asks for its argument. Each brings the weights if steps
-have been made since the last ``pull()``. ``model.parameters()`` has no hook: what reads tensors themselves has to pull.
+one before ``step()``, and ``AveragedModel.update_parameters``, which has no hook, is replaced by one that asks. Each
+brings the weights if steps have been made since the last ``pull()``. ``clip_grad_norm_`` finds no gradients, and says
+so. ``model.parameters()`` has no hook: what reads tensors themselves has to pull.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,12 +17,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import clip_grad
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.hooks import RemovableHandle
 
 from onebox.engine.entry import inside
 
+_LOG = logging.getLogger("onebox")
+
 _AVERAGED = AveragedModel.update_parameters
+_CLIP = clip_grad._clip_grads_with_norm_
 _READERS: weakref.WeakSet[Readers] = weakref.WeakSet()
 """Readers of all open trainers."""
 
@@ -73,6 +79,7 @@ class Readers:
         optimizers: The optimizers.
         tensors: Tensors of the model, by name.
         bring: Brings the workers' weights, if these are newer; its argument is the call that reads them.
+        trained: Returns whether there have been steps.
     """
 
     def __init__(
@@ -81,9 +88,12 @@ class Readers:
         optimizers: Sequence[torch.optim.Optimizer],
         tensors: Mapping[str, Tensor],
         bring: Callable[[str], None],
+        trained: Callable[[], bool],
     ) -> None:
         self._tensors = tensors
         self._bring = bring
+        self._trained = trained
+        self._said = False
         self._process = os.getpid()
         self._modules = {each for each in modules if not isinstance(each, torch.jit.ScriptModule)}  # has no such hooks
         state, forward = ReadingHook(self, "state_dict()"), ReadingHook(self, "a call of the model")
@@ -99,7 +109,7 @@ class Readers:
         handles += [each.register_step_pre_hook(step) for each in optimizers]
         self._removal = weakref.finalize(self, _remove, handles)  # of a trainer that nobody closes, too
         _READERS.add(self)
-        AveragedModel.update_parameters = _update_parameters  # type: ignore[method-assign]
+        _watch_calls(_update_parameters, _clip)
 
     def read(self, reader: str, copies: Mapping[int, Any] | None = None) -> None:
         """Bring the weights for something that reads them.
@@ -120,17 +130,41 @@ class Readers:
         """Return whether a module is one of this trainer's."""
         return model in self._modules
 
+    def clipped(self, parameters: Sequence[Tensor]) -> None:
+        """Say, once, that parameters have no gradients in this process that could be clipped."""
+        own = {id(tensor) for tensor in self._tensors.values()}
+        if not self._said and self._trained() and all(id(each) in own and each.grad is None for each in parameters):
+            self._said = True
+            _LOG.warning(
+                "gradients are clipped in this process, where there are none: workers have applied them in "
+                "trainer.step(). Leave the call out, and give its limit to the trainer, Trainer(clip_grad_norm=...)"
+            )
+
     def close(self) -> None:
         """Remove all hooks."""
         _READERS.discard(self)
         self._removal()
         if not _READERS:
-            AveragedModel.update_parameters = _AVERAGED  # type: ignore[method-assign]
+            _watch_calls(_AVERAGED, _CLIP)
 
 
 def _remove(handles: Sequence[RemovableHandle]) -> None:
     for handle in handles:
         handle.remove()
+
+
+def _watch_calls(update_parameters: Callable[..., Any], clip: Callable[..., Any]) -> None:
+    """Set the functions of PyTorch's that stand for those without a hook."""
+    AveragedModel.update_parameters = update_parameters  # type: ignore[method-assign]
+    clip_grad._clip_grads_with_norm_ = clip
+
+
+def _clip(parameters: Any, *args: Any, **kwargs: Any) -> None:
+    """Say once where gradients are clipped."""
+    clipped = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    for readers in list(_READERS):
+        readers.clipped(clipped)
+    _CLIP(clipped, *args, **kwargs)
 
 
 def _update_parameters(averaged: AveragedModel, model: nn.Module) -> None:

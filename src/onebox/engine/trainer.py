@@ -71,6 +71,7 @@ from onebox.engine.workload.parameter_groups import Optimizers, mark_stepped
 from onebox.errors import PoolError, UsageError
 from onebox.graph import Loss, Metrics, Precision
 from onebox.graph.capture.on_device_transform import OnDevice
+from onebox.graph.capture.transparent_contexts import refuse_saved_tensors_hooks
 from onebox.padding import Buckets, require_buckets
 from onebox.plan import Links, Plan
 from onebox.plan.evaluate.islands import IslandsPrediction
@@ -455,6 +456,7 @@ class Trainer:
             batch, uploaded = inputs.parcel.batch, inputs
         else:
             batch, uploaded = self._batch(inputs, targets, samples), None
+        refuse_saved_tensors_hooks()
         if self._provisional is not None:
             self._begin(self._provisional, self.captures.stamped(batch))
         self._client.bring()
