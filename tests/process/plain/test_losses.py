@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import onebox
-from tests.process.plain.case import Case, case, check, equal_or_refused, refused
+from tests.process.plain.case import Case, case, check, equal_or_refused, refused, warned
 from tests.process.plain.data import integers, labelled, mlp, randn, sgd
 from tests.process.plain.ways import Way
 from tests.process.shelf import Shelf
@@ -251,7 +251,7 @@ def confident(outputs: Tensor, targets: Tensor, least: float = 0.4) -> Tensor:
 
 @case(trainer=refused(OF_OUTPUTS))
 def threshold_of_confidence(way: Way) -> None:
-    train(way, confident, scaled(0.01, 30.0, 30.0))
+    train(way, confident, scaled(0.01, *[3.0] * 6))
 
 
 @case(trainer=refused(OF_OUTPUTS))
@@ -277,17 +277,17 @@ def flooding_that_begins_late(way: Way) -> None:
     """An absolute value is a mean as long as all micro-batches are on one side."""
 
     def loss(outputs: Tensor, targets: Tensor) -> Tensor:
-        return (F.cross_entropy(outputs, targets) - 1.3).abs() + 1.3
+        return (F.cross_entropy(outputs, targets) - 1.1).abs() + 1.1
 
-    train(way, loss, scaled(100.0, *[1.0] * 8), lr=0.1)
+    train(way, loss, labelled(1, 12) * 30)
 
 
 @case(trainer=refused("function of a mean.*(clamp|relu)"))
 def free_bits(way: Way) -> None:
     def loss(outputs: Tensor, targets: Tensor) -> Tensor:
-        return F.cross_entropy(outputs, targets) + (outputs.square().mean() - 0.5).clamp(min=0.0)
+        return F.cross_entropy(outputs, targets) + (outputs.square().mean() - 0.06).clamp(min=0.0)
 
-    train(way, loss, scaled(0.01, 0.01, 1.5, 1.5, 1.2))
+    train(way, loss, scaled(0.01, 0.01, *[1.0] * 8))
 
 
 @case()
@@ -316,8 +316,6 @@ def contrastive_term_that_begins_late(way: Way) -> None:
 
 @case(trainer=refused(NO_MEAN))
 def sum_from_a_later_step_on(way: Way) -> None:
-    loss = nn.MSELoss()
-
     class Squares(nn.Module):
         """Computes the loss, and holds its options."""
 
@@ -407,5 +405,5 @@ def floor_of_a_count_of_targets(way: Way) -> None:
         mask = (targets == 0).to(outputs.dtype)
         return (F.cross_entropy(outputs, targets, reduction="none") * mask).sum() / mask.sum().clamp(min=1)
 
-    x, t = labelled(1, 12)[0]
+    x, _ = labelled(1, 12)[0]
     train(way, loss, [(x, torch.tensor([0, 1] * 6)), (x, torch.tensor([0] + [1] * 11))])

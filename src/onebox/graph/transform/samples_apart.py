@@ -55,8 +55,11 @@ def _without_chance(node: fx.Node) -> None:
     if node.target is _DROPOUT:
         _replace_outputs(node, node.args[0], _constant(node, node.meta["val"][1], True))
     elif node.target is _RRELU:
-        node.args = (*node.args[:4], False)
-        _replace_outputs(node, None, _constant(node, node.meta["val"][1], _SOME))
+        x, _, low, high = node.args[:4]
+        with node.graph.inserting_before(node):
+            leaky = node.graph.call_function(_aten.leaky_relu.default, (x, (low + high) / 2))  # type: ignore[operator]
+        leaky.meta = {**node.meta, "val": node.meta["val"][0]}
+        _replace_outputs(node, leaky, _constant(node, node.meta["val"][1], _SOME))
     elif "dropout_p" in arguments or "p" in arguments[3:]:  # attention
         place = arguments.index("dropout_p" if "dropout_p" in arguments else "p")
         if place < len(node.args):
@@ -112,12 +115,10 @@ def _by_running_statistics(node: fx.Node) -> None:
 
 
 def _replace_outputs(node: fx.Node, first: Any, second: fx.Node) -> None:
-    """Replace the two outputs of a node; the first stays where it is ``None``."""
+    """Replace the two outputs of a node."""
     for user in list(node.users):
         if user.target is operator.getitem:
-            other = first if user.args[1] == 0 else second
-            if other is not None:
-                user.replace_all_uses_with(other)
+            user.replace_all_uses_with(first if user.args[1] == 0 else second)
 
 
 def _constant(node: fx.Node, like: torch.Tensor, value: float | int | bool) -> fx.Node:
