@@ -44,6 +44,17 @@ def entry(method: Callable[Concatenate[_S, _P], _R]) -> Callable[Concatenate[_S,
     return call
 
 
+def entry_of_model(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Make a function of a model, its first argument, one whose errors are for users."""
+
+    @functools.wraps(function)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        with entered(f"onebox.{function.__name__}()", args[0] if args else kwargs.get("model")):
+            return function(*args, **kwargs)
+
+    return call
+
+
 def inside() -> bool:
     """Return whether this thread is in a call of a trainer."""
     return bool(getattr(_within, "depth", 0))
