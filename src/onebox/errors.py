@@ -9,6 +9,7 @@
     ├── CheckpointError             a checkpoint that is missing, damaged or foreign
     ├── WireError                   a message that breaks the protocol or its limits
     ├── PoolError                   devices could not be had, or were given back
+    ├── InternalError               a fault of onebox itself, with its cause
     └── WorkerError                 something failed on a worker
         ├── OperatorError(RuntimeError)   an operator failed; everything computed from it is void
         │   └── DeviceMemoryError   ... because the device, or its quota, has no memory left
@@ -116,6 +117,19 @@ class WireError(OneboxError):
 
 class PoolError(OneboxError):
     """Devices could not be had, or the pool is closed."""
+
+
+class InternalError(OneboxError):
+    """A fault of onebox itself; ``__cause__`` is the exception behind it.
+
+    Args:
+        message: The call that failed, the model, the cause, and what to do until it is mended.
+        where: The line of the user's code that made the call, as ``file:line``, where it is known.
+    """
+
+    def __init__(self, message: str, *, where: str | None = None) -> None:
+        super().__init__(message)
+        self.where = where
 
 
 class WorkerError(OneboxError):

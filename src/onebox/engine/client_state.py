@@ -8,21 +8,24 @@ from __future__ import annotations
 
 import itertools
 import logging
+import threading
 import weakref
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
+from onebox.engine.entry import entered
 from onebox.engine.install.installed_plan import InstalledPlan
 from onebox.engine.islands.islands_session import TrainerSession
+from onebox.engine.readers import Readers
 from onebox.engine.state.change_detection import ChangeDetector
 from onebox.engine.state.optimizer_state import OptimizersOnWorkers, StaleState
 from onebox.engine.state.remote import RemoteState
 from onebox.engine.state.transfer import StateChanges
 from onebox.engine.steps.observer import StepObserver
 from onebox.engine.workload.named_state import OptimizerEntries
-from onebox.errors import UsageError
+from onebox.errors import OneboxError, UsageError
 from onebox.sizes import size_text
 
 _LOG = logging.getLogger("onebox")
@@ -41,10 +44,15 @@ class ClientState(StepObserver):
         remote: The remote state.
         model: The user's model.
         loss: The user's loss, which may be a module.
+        lock: Held while the trainer is used.
     """
 
-    def __init__(self, run: TrainerSession, remote: RemoteState, model: nn.Module, loss: Any) -> None:
+    def __init__(
+        self, run: TrainerSession, remote: RemoteState, model: nn.Module, loss: Any, lock: threading.RLock
+    ) -> None:
         self._run = run
+        self._model = model
+        self._lock = lock
         self._remote = remote
         self._detector = ChangeDetector(model, loss, remote.named)
         self._at = -1
@@ -55,12 +63,18 @@ class ClientState(StepObserver):
         self._kept: weakref.WeakSet[ClientState] = weakref.WeakSet()
         """Trainers of shared tensors whose changes the snapshots of this one contain."""
         self._pulled: Collection[str] | None = None
+        self._kept_at = run.steps_done
+        """Step count at which the workers' weights were last pulled, saved, or replaced by the local ones."""
         self._said = False
+        self._told: set[str] = set()
         self._optimizers = OptimizersOnWorkers(
             remote.optimizer, remote.named, self._fetch_optimizers, lambda: self._run.steps_done
         )
         run.subscribe(self)
         remote.edited = self._edited
+        owners = [each for each in (model, loss) if isinstance(each, nn.Module)]
+        modules = (module for owner in owners for module in owner.modules())
+        self._readers = Readers(modules, remote.optimizer, remote.named.tensors, self._bring_for, lambda: run.begun)
         _OPEN.add(self)
 
     # ---- called by the trainer
@@ -107,6 +121,16 @@ class ClientState(StepObserver):
             self._note(tensors, fully=True)
         if run.begun:
             self._at = run.steps_done
+        self.kept()
+
+    def kept(self) -> None:
+        """Record that the present weights of the workers are in the model, or in files."""
+        self._kept_at = self._run.steps_done
+
+    @property
+    def lost_steps(self) -> int:
+        """Number of the latest steps whose weights are on the workers alone."""
+        return 0 if self._remote.emulated or not self._run.begun else self._run.steps_done - self._kept_at
 
     def push(self) -> None:
         """Upload the local model to the workers.
@@ -126,6 +150,7 @@ class ClientState(StepObserver):
         here = [name for name, tensor in named.tensors.items() if not tensor.is_meta and name not in known]
         self._change(here, self._changed_optimizers())
         self._at = run.steps_done
+        self.kept()
 
     def release(self, *, keep: bool) -> None:
         """Return the model and the optimizers to their user.
@@ -144,7 +169,31 @@ class ClientState(StepObserver):
                 self._optimizers.bring()
         finally:
             _OPEN.discard(self)
+            self._readers.close()
             self._optimizers.close()
+
+    def _bring_for(self, reader: str) -> None:
+        """Pull for something that reads the model in this process, if it is older than the workers' state.
+
+        A failure is no error of the reader: it gets what there is, and the log says so.
+        """
+        run, held = self._run, self._remote.named.tensors
+        if self._in_step or not run.begun or run.error is not None or any(held[n].is_meta for n in self._in_training):
+            return
+        with self._lock:
+            if self._in_step or self._detector.changed(fully=False):  # the next step refuses such a change
+                return
+            try:
+                with entered(reader, self._model):
+                    run.drain()
+                    run.wait(0)
+                    self.pull()
+            except OneboxError as error:
+                _LOG.warning("%s has the weights of an older step: %s", reader, str(error).splitlines()[0])
+                return
+        if reader not in self._told:
+            self._told.add(reader)
+            _LOG.info("pulled the weights, as %s reads them", reader)
 
     # ---- user changes
 

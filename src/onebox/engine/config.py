@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Literal, get_args
 
 import torch
+from torch import nn
 
 from onebox.errors import UsageError
 from onebox.graph import Precision
@@ -19,6 +21,44 @@ _MOST_STEPS = 8
 """Most steps in flight."""
 
 
+def check_objects(model: object, loss: object, pool: object, metrics: object, on_device: object) -> None:
+    """Refuse arguments of a trainer that are no such objects, as a class in place of what it makes.
+
+    Raises:
+        UsageError: What came, and what is allowed.
+    """
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"model={_shown(model)}; allowed is a torch.nn.Module{_made(model)}")
+    functions = {"loss": loss, "on_device": on_device}
+    if metrics is not None and not isinstance(metrics, Mapping):
+        raise UsageError(f"metrics={_shown(metrics)}; allowed is a dict from names to functions of (outputs, targets)")
+    functions |= {f"metrics[{name!r}]": metric for name, metric in (metrics or {}).items()}
+    for name, function in functions.items():
+        if function is None and name == "on_device":
+            continue
+        if isinstance(function, type) or not callable(function):
+            takes = "the inputs" if name == "on_device" else "(outputs, targets)"
+            raise UsageError(
+                f"{name}={_shown(function)}; allowed are a function of {takes}, and a module that is one"
+                f"{_made(function)}"
+            )
+    if not isinstance(pool, Pool):
+        spec = f", as by onebox.open({pool!r})" if isinstance(pool, str) else ", by onebox.open()"
+        raise UsageError(f"pool={_shown(pool)}; allowed is a pool that has been opened{spec}")
+
+
+def _shown(value: object) -> str:
+    """Return what came as a user would know it."""
+    if isinstance(value, type):
+        return f"{value.__name__}, a class"
+    return repr(value) if isinstance(value, str | int | float | None) else f"a {type(value).__name__}"
+
+
+def _made(value: object) -> str:
+    """Return the advice to make an object of a class."""
+    return f": make one, {value.__name__}(...)" if isinstance(value, type) else ""
+
+
 def check_numerics(seed: int, precision: str, clip_grad_norm: float | None) -> None:
     """Refuse invalid numerical options of a trainer.
 
@@ -28,8 +68,9 @@ def check_numerics(seed: int, precision: str, clip_grad_norm: float | None) -> N
     if not isinstance(seed, int) or not -(1 << 63) <= seed < 1 << 63:
         raise UsageError(f"seed={seed!r}: allowed are whole numbers of 64 bits")
     check_precision(precision)
-    if clip_grad_norm is not None and not clip_grad_norm > 0:
-        raise UsageError(f"clip_grad_norm={clip_grad_norm}: it must be positive; leave it out for no clipping")
+    number = isinstance(clip_grad_norm, int | float) and not isinstance(clip_grad_norm, bool)
+    if clip_grad_norm is not None and not (number and clip_grad_norm > 0):
+        raise UsageError(f"clip_grad_norm={clip_grad_norm!r}: it must be positive; leave it out for no clipping")
 
 
 def check_precision(precision: str) -> None:

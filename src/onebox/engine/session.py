@@ -7,7 +7,7 @@ import functools
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -154,6 +154,8 @@ class TrainingSession:
         self._latest: PreparedStep | None = None
         self._means = MeanLossCheck(pool, captures)
         self._running: deque[StepLoss] = deque()
+        self._faulty: StepLoss | None = None
+        """The latest step that has shown that its loss is no mean over samples."""
         self._inputs = InstallInputs(
             pool=pool,
             captures=captures,
@@ -195,7 +197,7 @@ class TrainingSession:
 
     def step(self, batch: Batch, uploaded: UploadedBatch | None = None) -> StepLoss:
         """Begin a step; see :meth:`Trainer.step`."""
-        require_training(self._remote.optimizer, self._remote.training)
+        require_training(self._remote.optimizer, self._remote.training, self._remote.named.name_of)
         self.captures.step_thread.serve()
         batch = self.captures.stamped(batch)
         parcel = None if uploaded is None else self.uploads.claim(uploaded)
@@ -302,6 +304,26 @@ class TrainingSession:
                 raise
             self._running.popleft()
 
+    def tell_fault(self) -> None:
+        """Raise, once, that a step has shown that the loss is no mean over samples; reading its loss raises it, too.
+
+        Raises:
+            UsageError: One has.
+        """
+        if self._faulty is not None:
+            self._faulty.tell_fault()
+
+    def unread_error(self) -> OneboxError | None:
+        """Wait for the steps in flight; return the first failure of one whose loss has not been read."""
+        for loss in self._running if self.error is None else ():
+            if loss.failed:  # whoever read it knows
+                return None
+            try:
+                loss.values()
+            except OneboxError as error:
+                return error
+        return None if self._faulty is None else self._faulty.untold_fault
+
     def _begin(self, work: StepRequest, prepared: PreparedStep) -> None:
         """Launch a step; if only some devices receive their part, it is void."""
         with self.recovery.poisoning(f"step {work.number}"):
@@ -352,6 +374,10 @@ class TrainingSession:
         number, routines = launched.work.number, compiled.of(launched.window)
         answers = answers[len(answers) - len(routines) :]
         values = step_values(number, compiled.weights_of(launched.work.batch), routines, answers, installed.checks)
+        if compiled.measures:
+            fault = self.fault_of(compiled, values.results)
+            values = replace(values, fault=fault)
+            self._faulty = self._faulty if fault is None else launched.work.loss
         if compiled.windows:
             values = self.overlap.values_of(values, before, answers)
         trace = (
@@ -392,17 +418,27 @@ class TrainingSession:
                 prepare=self.evaluation,
                 parts=self.uploads.parts_beside,
                 metrics=metrics,
+                fault=self.fault_of,
                 numerics=self._settings.numerics,
                 in_flight=self._settings.in_flight,
                 retry=self.recovery.run,
                 poisoning=self.recovery.poisoning,
             )
 
+    def fault_of(self, compiled: CompiledStep, results: Mapping[int, Mapping[int, float]]) -> UsageError | None:
+        """Return the reason why a result of a batch was no mean over its micro-batches; ``None`` if it was one."""
+        return self._means.fault(compiled.measures, results, compiled.micro_batches)
+
     def evaluation(self, batch: Batch) -> CompiledStep:
         """Return the evaluation routines for a batch, installed on the workers."""
         batch = self.captures.stamped(batch)
-        compiled = self.set_up(batch, steps=False).evaluation(batch, stepped=self.steps_done > 0)
+        installed = self.set_up(batch, steps=False)
+        compiled = installed.evaluation(batch, stepped=self.steps_done > 0)
         self.examples.add(batch, steps=False)
+        self._means.require(batch, compiled.micro_batches, train=False)
+        if self._means.due(batch, compiled.micro_batches, train=False):
+            with self.recovery.poisoning("a check of metrics"):
+                self._means.probe_evaluation(batch, compiled.micro_batches, installed, self.uploads.packing)
         return compiled
 
     # ---- observation

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import functools
+import logging
 import secrets
+import threading
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +23,7 @@ from onebox.engine.client_state import ClientState
 from onebox.engine.config import (
     check_islands,
     check_numerics,
+    check_objects,
     chosen_recovery,
     island_recovery,
     island_steps_in_flight,
@@ -28,6 +32,7 @@ from onebox.engine.config import (
     steps_in_flight,
 )
 from onebox.engine.data.prefetch import BatchPrefetcher, UploadCounters, UploadedBatch
+from onebox.engine.entry import entered, entry, users
 from onebox.engine.islands.division import Islands, chosen_islands, given_islands
 from onebox.engine.islands.islands_session import IslandsSession, TrainerSession
 from onebox.engine.islands.islands_state import islands_start
@@ -63,9 +68,10 @@ from onebox.engine.workload.captures import Captures, CaptureSpec, target_type
 from onebox.engine.workload.loss_reduction import LossReduction, check_reduction, reduction_name
 from onebox.engine.workload.named_state import OptimizerEntries, named_state
 from onebox.engine.workload.parameter_groups import Optimizers, mark_stepped
-from onebox.errors import UsageError
+from onebox.errors import PoolError, UsageError
 from onebox.graph import Loss, Metrics, Precision
 from onebox.graph.capture.on_device_transform import OnDevice
+from onebox.graph.capture.transparent_contexts import refuse_saved_tensors_hooks
 from onebox.padding import Buckets, require_buckets
 from onebox.plan import Links, Plan
 from onebox.plan.evaluate.islands import IslandsPrediction
@@ -85,6 +91,8 @@ from onebox.trainer_options import (
     checked_lossy,
 )
 from onebox.wire.protocol.responses import WorkerMemory
+
+_LOG = logging.getLogger("onebox")
 
 PlanArgument = Plan | PlanningResult | str | Path | DataParallel | Literal["auto"]
 """A plan as users give it: itself, what was planned, the path of its file, data parallel training, or ``auto``."""
@@ -172,6 +180,7 @@ class Trainer:
         ...         trainer.pull()
     """
 
+    @entry
     def __init__(
         self,
         model: nn.Module,
@@ -199,16 +208,16 @@ class Trainer:
         step: int = 0,
         _start: ResumePoint | None = None,
     ) -> None:
+        check_objects(model, loss, pool, metrics, on_device)
         check_numerics(seed, precision, clip_grad_norm)
         step = _first_step(step, _start)
         check_reduction(loss_reduction)
         require_buckets(pad)
-        _require_group("stale", stale, StaleGradients | None, "StaleGradients(...), and None for exact steps")
-        _require_group("staging", staging, Staging, "Staging(...)")
-        _require_group("engine", engine, Engine, "Engine(...)")
-        _require_group("outer", outer, Outer | None, "Outer(...), and None")
+        _require_groups(stale=stale, staging=staging, engine=engine, outer=outer)
         if outer is not None and islands is None:
             raise UsageError(f"outer={outer}: it is the outer optimizer of islands; give islands= too, or leave it out")
+        self._lock = threading.RLock()
+        """Held by the thread that uses the trainer."""
         numerics = resolved_numerics(engine.numerics)
         self.model, self.loss, self.optimizer, self.pool = model, loss, optimizer, pool
         self.precision: Precision = precision
@@ -294,7 +303,7 @@ class Trainer:
                 step=step,
                 start=_start,
             )
-        self._client = ClientState(self._run, self._remote, model, loss)
+        self._client = ClientState(self._run, self._remote, model, loss, self._lock)
         usual = islands is not None or request.plan in [
             DataParallel(shares=shares) for shares in ("auto", "equal", "measured")
         ]
@@ -364,7 +373,23 @@ class Trainer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        if error is not None:
+            self._keep_weights()
         self._close(keep=error is None)
+
+    def _keep_weights(self) -> None:
+        """Pull where an error leaves the trainer's block, so that the model has the weights that it has in plain
+        PyTorch; where that fails, :meth:`close` says what is lost."""
+        if not self._closed and self._client.lost_steps and self._run.error is None:
+            with contextlib.suppress(Exception):
+                self.pull()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UsageError(
+            "a Trainer cannot be pickled or copied: it holds what workers have. Write a checkpoint with "
+            "trainer.save(folder), and go on elsewhere with Trainer.resume(folder, ...); or pull(), and pickle the "
+            "model's state_dict()"
+        )
 
     # ---- training
 
@@ -399,8 +424,10 @@ class Trainer:
             (8, 160)
         """
         self._require_open()
-        return self._run.uploads.add(self._batch(inputs, targets, samples).kept())
+        with entered("Trainer.upload()", self.model):
+            return self._run.uploads.add(self._batch(inputs, targets, samples).kept())
 
+    @entry
     def step(self, inputs: Any, targets: Any = None, samples: Any = None) -> StepLoss:
         """Start one training step.
 
@@ -429,9 +456,11 @@ class Trainer:
             batch, uploaded = inputs.parcel.batch, inputs
         else:
             batch, uploaded = self._batch(inputs, targets, samples), None
+        refuse_saved_tensors_hooks()
         if self._provisional is not None:
             self._begin(self._provisional, self.captures.stamped(batch))
         self._client.bring()
+        self._run.tell_fault()
         result = self._run.step(batch, uploaded)
         self._client.stepped()
         mark_stepped(self._remote.optimizer)
@@ -445,6 +474,7 @@ class Trainer:
             if run.plan == resolved.plan or self.pool.gone:  # else a recovery from a loss has kept the provisional plan
                 self._provisional = None
 
+    @entry
     def synchronize(self) -> None:
         """With islands: make outer steps now, with the steps since the last ones, and wait for them.
 
@@ -473,6 +503,7 @@ class Trainer:
 
     # ---- evaluation
 
+    @entry
     def evaluate(self, batches: Iterable[Any]) -> Evaluation:
         """Return the loss and metrics over batches, in eval mode, without changing anything.
 
@@ -495,7 +526,7 @@ class Trainer:
         if chosen_later and isinstance(run, TrainingSession) and run.plan is None:
             run.adopt(request.provisional(self.pool))
             self._provisional = run
-        return self._run.evaluate((self._batch(*as_pair(item)) for item in batches), list(self._metrics))
+        return self._run.evaluate((self._batch(*as_pair(item)) for item in users(batches)), list(self._metrics))
 
     # ---- observation
 
@@ -602,11 +633,13 @@ class Trainer:
         """Present number of steps between snapshots; 0 without recovery."""
         return self._run.snapshots.every if self._run.snapshots else 0
 
+    @entry
     def memory(self) -> list[WorkerMemory]:
         """Return the used bytes, the peak so far, and the quota of each device."""
         self._require_open()
         return self._run.recovery.run(self._remote.memory)
 
+    @entry
     def predicted_memory(self, inputs: Any, targets: Any = None, *, ahead: int = 0) -> dict[int, int]:
         """Return the peak bytes of each device of the plan in a step with a batch, from lifetimes alone.
 
@@ -622,6 +655,7 @@ class Trainer:
         peaks = self._run.peaks(batch, ahead=ahead)
         return {device: peak + self._run.uploads.cached_bytes(device) for device, peak in peaks.items()}
 
+    @entry
     def predicted_curves(self, inputs: Any, targets: Any = None) -> dict[int, MemoryTimeline]:
         """Return the memory of each device of the plan over a step with a batch, instruction by instruction.
 
@@ -665,6 +699,7 @@ class Trainer:
 
     # ---- state
 
+    @entry
     def pull(self) -> None:
         """Copy the trained weights and buffers back into the model (and the loss, if it has any).
 
@@ -679,6 +714,7 @@ class Trainer:
         self.wait()
         self._client.pull()
 
+    @entry
     def push(self) -> None:
         """Upload the weights and buffers of the local model (and the loss), however old they are.
 
@@ -714,13 +750,17 @@ class Trainer:
         self._run.drain()
         self._run.wait(0)
 
+    @entry
     def tensors(self) -> dict[str, Tensor]:
         """Return the trained parameters and buffers, by name; names begin with ``model.`` or ``loss.``."""
         self._require_open()
         self._client.bring()
         self.wait()
-        return self._run.recovery.run(self._run.transfer.tensors)
+        found = self._run.recovery.run(self._run.transfer.tensors)
+        self._client.kept()
+        return found
 
+    @entry
     def optimizer_state(self) -> OptimizerEntries:
         """Return the optimizer's state as (parameter, key, value)."""
         self._require_open()
@@ -728,6 +768,7 @@ class Trainer:
         self.wait()
         return self._run.recovery.run(self._run.transfer.optimizer_state)
 
+    @entry
     def save_weights(self, path: str | Path, *, shard: int | str = "5GB") -> None:
         """Write the model's parameters and saved buffers into a folder as hubs have it, a few MiB in memory at a time.
 
@@ -752,7 +793,9 @@ class Trainer:
         run = self._run
         transfer = run.whole_transfer if isinstance(run, IslandsSession) else run.transfer
         run.recovery.run(lambda: write_model(Path(path), self.model, self._remote, transfer, shard_bytes))
+        self._client.kept()
 
+    @entry
     def save(self, path: str | Path, *, extra: Mapping[str, Any] | None = None, keep: int | None = 2) -> Path:
         """Write a checkpoint, atomically; a process killed meanwhile leaves the earlier ones intact.
 
@@ -801,6 +844,7 @@ class Trainer:
         saved = run.recovery.run(written)
         self._saves[_folder_of(saved)] = identity
         run.recovery.saved(saved)
+        self._client.kept()
         return saved
 
     @classmethod
@@ -854,6 +898,7 @@ class Trainer:
             CheckpointError: There is none, it is damaged, or it belongs to another model or optimizer.
             UsageError: An argument is invalid, or the stored loss reduction is a function, which must be given again.
         """
+        check_objects(model, loss, pool, metrics, on_device)
         place = find_save(Path(path))
         checkpoint = read(place)
         stored = checkpoint.manifest
@@ -863,7 +908,8 @@ class Trainer:
             given = "stored" if plan == "stored" else _plans_for(plan, None)[0]
             spread = default_plan(pool) == "auto"
             chosen = {"plan": resumed_plan(stored.plan, given, len(pool), spread=spread)}
-        restore(checkpoint, model, loss, optimizer)
+        with entered("Trainer.resume()", model):
+            restore(checkpoint, model, loss, optimizer)
         return cls(
             model,
             loss,
@@ -889,13 +935,26 @@ class Trainer:
     def close(self) -> None:
         """Free everything that the trainer holds on the pool; the pool stays open. Idempotent.
 
-        If there was no step since the last :meth:`pull`, the optimizer's state is downloaded first.
+        If there was no step since the last :meth:`pull`, the optimizer's state is downloaded first. Steps whose weights
+        were neither pulled nor saved are lost, and the log says so, as it does for a step that failed and whose loss
+        was not read.
         """
         self._close(keep=True)
 
     def _close(self, *, keep: bool) -> None:
         if self._closed:
             return
+        with contextlib.suppress(PoolError):  # that is closed already
+            if keep and (error := self._run.unread_error()) is not None:
+                _LOG.error("closing the trainer: a step whose loss was not read has failed: %s", error)
+        lost = self._client.lost_steps
+        if lost and self._run.error is None:
+            _LOG.warning(
+                "the trainer is closed, and the weights of its last %s neither pulled nor saved: they are lost. Call "
+                "trainer.pull() before the end of its block, or trainer.save(folder); in a finally: where errors may "
+                "end it",
+                "step were" if lost == 1 else f"{lost} steps were",
+            )
         self._closed = True
         with contextlib.suppress(Exception):  # the pool may be broken, or closed before
             self._client.release(keep=keep)
@@ -964,8 +1023,18 @@ def _given_plan(plan: PlanArgument) -> Plan | DataParallel | Literal["auto"]:
     if isinstance(plan, PlanningResult):
         return plan.plan
     if isinstance(plan, str) and not Path(plan).exists():
-        raise UsageError(f"plan={plan!r}: there is no such file; {ALLOWED_PLANS}")
+        meant = _meant_by(plan)
+        meaning = f"did you mean plan={meant}? " if meant else ""
+        raise UsageError(f"plan={plan!r}: there is no such file; {meaning}{ALLOWED_PLANS}")
     return Plan.read(plan) if isinstance(plan, str | Path) else plan
+
+
+def _meant_by(plan: str) -> str:
+    """Return the plan that a user may have meant by a word that is no file; empty for none."""
+    word = "".join(filter(str.isalpha, plan.lower()))
+    if word in ("dp", "ddp", "fsdp") or difflib.get_close_matches(word, ["dataparallel"], cutoff=0.7):
+        return "onebox.DataParallel()"
+    return "'auto'" if difflib.get_close_matches(word, ["auto"], cutoff=0.6) else ""
 
 
 def _resumed_islands(
@@ -1010,6 +1079,17 @@ def _resumed_islands(
     return found
 
 
-def _require_group(name: str, value: object, kind: Any, allowed: str) -> None:
-    if not isinstance(value, kind):
-        raise UsageError(f"{name}={value!r}: allowed are onebox.{allowed}")
+_GROUPS: Mapping[str, tuple[Any, str]] = {
+    "stale": (StaleGradients | None, "StaleGradients(...), and None for exact steps"),
+    "staging": (Staging, "Staging(...)"),
+    "engine": (Engine, "Engine(...)"),
+    "outer": (Outer | None, "Outer(...), and None"),
+}
+"""By argument, the kind of a group of options, and what is allowed."""
+
+
+def _require_groups(**given: object) -> None:
+    for name, value in given.items():
+        kind, allowed = _GROUPS[name]
+        if not isinstance(value, kind):
+            raise UsageError(f"{name}={value!r}: allowed are onebox.{allowed}")

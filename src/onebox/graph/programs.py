@@ -14,9 +14,10 @@ from torch import Tensor, fx
 from onebox.errors import UsageError
 from onebox.graph.capture.export import Captured
 from onebox.graph.capture.joint import Joint, Port
+from onebox.graph.capture.locate import place_of_node
 from onebox.graph.lower.element_types import require_types
 from onebox.graph.lower.layouts import read_in_order, state_strides
-from onebox.graph.lower.loss_divisors import Divisor, loss_divisors, normalises_by_batch
+from onebox.graph.lower.loss_divisors import Divisor, Measure, loss_divisors, normalises_by_batch, with_measures
 from onebox.graph.lower.lowering import arguments_of, canonical, fold_numbers, is_view, lower, random_positions, varies
 from onebox.graph.lower.phases import Body, Division, Phase, PhaseKind, again, divide
 from onebox.graph.lower.segments import Segments, accumulates, find_segments, picks, root_of
@@ -25,6 +26,7 @@ from onebox.graph.transform.buffer_updates import BufferUpdate, buffer_updates
 from onebox.graph.transform.fuse import fused
 from onebox.graph.transform.halves import split_backward_convolutions
 from onebox.graph.transform.mixed_precision import to_mixed_precision
+from onebox.graph.transform.samples_apart import put_samples_apart
 from onebox.wire import Program, TensorSpec, specs_by_slot
 
 
@@ -88,12 +90,14 @@ class ModelPrograms:
         stages: Number of stages.
         updates: The kind of change of each buffer with a micro-batch.
         constants: Constant tensors of the graph, by name.
+        measures: What some of the results tell about others.
     """
 
     phases: Mapping[Phase, NamedProgram]
     stages: int
     updates: Mapping[str, BufferUpdate]
     constants: Mapping[str, Tensor]
+    measures: tuple[Measure, ...] = ()
 
     def of(self, stage: int, kind: PhaseKind) -> NamedProgram:
         """Return the program of a phase."""
@@ -125,6 +129,7 @@ class TracedModel:
         trained: Parameters whose gradients are wanted; ``None`` for all that have one.
         halves: Whether backward is to be divided into I and W too.
         updates: Whether forward's writes to buffers are wanted, with the gradients.
+        measured: Whether results are to come with what decides whether micro-batches make up a batch.
 
     Raises:
         CaptureError: The graph holds something that a worker cannot run.
@@ -138,6 +143,7 @@ class TracedModel:
         trained: frozenset[str] | None = None,
         halves: bool = False,
         updates: bool = True,
+        measured: bool = False,
     ) -> None:
         if captured.fuse:
             joint = fused(captured.joint)
@@ -148,6 +154,9 @@ class TracedModel:
         fold_numbers(joint.graph)
         joint = state_strides(joint)
         require_types(joint)
+        self.measures: tuple[Measure, ...] = ()
+        if measured:
+            joint, self.measures = with_measures(joint, _line_of)
         self._backward = backward
         self._trained = trained
         self._updating = updates and backward
@@ -193,10 +202,26 @@ class TracedModel:
         made._take(replace(self._joint, inputs=tuple(ports)), self._segments, halves=self._halves)
         return made
 
+    def apart(self) -> TracedModel | None:
+        """Return the model with samples that depend neither on chance nor on others of their micro-batch by dropout,
+        batch norm and the like, and without updates, without another trace; ``None`` where that cannot be had."""
+        made, joint = copy.copy(self), self._joint.copied()
+        joint = replace(joint, outputs=tuple(pair for pair in joint.outputs if pair[1].kind != "update"))
+        put_samples_apart(joint.graph, {node for node, _ in joint.outputs})
+        made.__dict__.pop("divisors", None)
+        made._updating, made._updates = False, {}
+        made._take(joint, halves=False)
+        return made if made.regroupable else None
+
     @functools.cached_property
     def divisors(self) -> tuple[Divisor, ...]:
-        """The divisors of the loss that depend on the batch."""
+        """The divisors of the results that depend on the batch alone."""
         return loss_divisors(self._joint)
+
+    @functools.cached_property
+    def operators(self) -> int:
+        """Hash of the operators of forward: where it is the same, so is the code of the user's that was traced."""
+        return hash(tuple(str(node.target) for node in self._joint.graph.nodes if node in self._ahead))
 
     @property
     def draws(self) -> bool:
@@ -267,7 +292,13 @@ class TracedModel:
             made = {phase: self._program(body) for phase, body in sorted(bodies.items())}
             used = {port for part in made.values() for port in part.inputs}
             constants = {name: t for name, t in self._joint.constants.items() if Port("constant", name) in used}
-            return ModelPrograms(phases=made, stages=division.stages, updates=self._updates, constants=constants)
+            return ModelPrograms(
+                phases=made,
+                stages=division.stages,
+                updates=self._updates,
+                constants=constants,
+                measures=self.measures,
+            )
 
     def _find_readers(self) -> dict[str, list[fx.Node]]:
         """Return the forward nodes that read each parameter, directly or through a view."""
@@ -375,6 +406,12 @@ def model_programs(captured: Captured, *, backward: bool, trained: frozenset[str
         CaptureError: The graph holds something that a worker cannot run.
     """
     return TracedModel(captured, backward=backward, trained=trained).divide()
+
+
+def _line_of(node: fx.Node) -> str:
+    """Return the user's line that made a node, as text; empty where it is not known."""
+    place = place_of_node(node)
+    return f"{place}: {place.text}" if place else ""
 
 
 def _orders(ends: Sequence[tuple[fx.Node, Port]]) -> dict[int, tuple[int, ...]]:

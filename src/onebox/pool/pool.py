@@ -67,6 +67,12 @@ class Pool:
     attached = False
     """True for the pool of a parent process, whose devices other processes use, too."""
 
+    def __reduce_ex__(self, protocol: object) -> Any:
+        raise UsageError(
+            "a Pool cannot be pickled or copied: it holds connections to its workers. Open another one where it is "
+            "needed, or give its devices to processes of this script, as onebox run does"
+        )
+
     def __init__(
         self,
         handles: Sequence[WorkerHandle],

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import onebox
-from tests.process.plain.case import Case, case, check, equal_or_refused, refused
+from tests.process.plain.case import Case, case, check, equal_or_refused, refused, warned
 from tests.process.plain.data import integers, labelled, mlp, randn, sgd
 from tests.process.plain.ways import Way
 from tests.process.shelf import Shelf
@@ -207,3 +207,203 @@ def loss_with_parameters_of_its_own(way: Way) -> None:
             return F.cross_entropy(outputs * self.scale, targets)
 
     train(way, Scaled(), micro_batch=8)
+
+
+# ---- losses that are means over samples at first, or in eval mode, or in one state of Python
+
+NO_MEAN = "the loss is no mean over samples"
+OF_OUTPUTS = r"divides by a number that the outputs decide.*test_losses\.py:\d+"
+
+
+def scaled(*scales: float, samples: int = 12) -> list[tuple[Tensor, Tensor]]:
+    """Return a batch for each factor of its inputs."""
+    return [(x * scale, t) for scale, (x, t) in zip(scales, labelled(len(scales), samples), strict=True)]
+
+
+def violated(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Return a mean over violated margins."""
+    each = F.multi_margin_loss(outputs, targets, reduction="none", margin=0.5)
+    return each.sum() / (each > 0).sum().clamp(min=1)
+
+
+@case(trainer=refused(OF_OUTPUTS))
+def mean_over_violated_margins(way: Way) -> None:
+    train(way, violated, scaled(0.01, 0.01, 30.0, 30.0))
+
+
+@case()
+def mean_over_violated_margins_of_one_micro_batch(way: Way) -> None:
+    train(way, violated, scaled(0.01, 30.0), micro_batch=12)
+
+
+@case()
+def mean_over_margins_that_are_all_violated(way: Way) -> None:
+    train(way, violated, scaled(0.01, 0.01, 0.01))
+
+
+def confident(outputs: Tensor, targets: Tensor, least: float = 0.4) -> Tensor:
+    """Return FixMatch's loss: that of confident samples with their own labels, beside that of all."""
+    best, labels = outputs.softmax(1).max(1)
+    mask = (best > least).to(outputs.dtype)
+    own = F.cross_entropy(outputs, labels, reduction="none")
+    return F.cross_entropy(outputs, targets) + (own * mask).sum() / mask.sum().clamp(min=1)
+
+
+@case(trainer=refused(OF_OUTPUTS))
+def threshold_of_confidence(way: Way) -> None:
+    train(way, confident, scaled(0.01, *[3.0] * 6))
+
+
+@case(trainer=refused(OF_OUTPUTS))
+def threshold_that_one_sample_passes(way: Way) -> None:
+    """The least value of the divisor hides that the other micro-batch has none."""
+    x, t = labelled(1, 12)[0]
+    one = x * 0.01
+    one[3] *= 3000
+    train(way, confident, [(x * 0.01, t), (one, t)])
+
+
+@case(trainer=refused(r"divides by a number that the outputs decide"))
+def ignored_labels_that_outputs_choose(way: Way) -> None:
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        chosen = torch.where(outputs.amax(1) > 0.5, targets, -100)
+        return F.cross_entropy(outputs, chosen) + F.cross_entropy(outputs, targets)
+
+    train(way, loss, scaled(30.0, 30.0))
+
+
+@case(trainer=refused("function of a mean.*abs"))
+def flooding_that_begins_late(way: Way) -> None:
+    """An absolute value is a mean as long as all micro-batches are on one side."""
+
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        return (F.cross_entropy(outputs, targets) - 1.1).abs() + 1.1
+
+    train(way, loss, labelled(1, 12) * 30)
+
+
+@case(trainer=refused("function of a mean.*(clamp|relu)"))
+def free_bits(way: Way) -> None:
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(outputs, targets) + (outputs.square().mean() - 0.06).clamp(min=0.0)
+
+    train(way, loss, scaled(0.01, 0.01, *[1.0] * 8))
+
+
+@case()
+def absolute_value_on_one_side(way: Way) -> None:
+    train(way, lambda o, t: (F.cross_entropy(o, t) + 5).abs(), scaled(1.0, 1.0))
+
+
+class Annealed(nn.Module):
+    """Has a contrastive term that begins late."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.beta = 0.0
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        unit = F.normalize(outputs, dim=1)
+        alike = F.cross_entropy(unit @ unit.T * 5, torch.arange(len(outputs), device=outputs.device))
+        return F.cross_entropy(outputs, targets) + self.beta * alike
+
+
+@case(trainer=refused(NO_MEAN))
+def contrastive_term_that_begins_late(way: Way) -> None:
+    loss = Annealed()
+    train(way, loss, before=lambda step, loop: setattr(loss, "beta", float(step >= 2)))
+
+
+@case(trainer=refused(NO_MEAN))
+def sum_from_a_later_step_on(way: Way) -> None:
+    class Squares(nn.Module):
+        """Computes the loss, and holds its options."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.reduction = "mean"
+
+        def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+            return F.mse_loss(outputs, F.one_hot(targets, 4).to(outputs), reduction=self.reduction)
+
+    loss = Squares()
+    train(way, loss, before=lambda step, loop: setattr(loss, "reduction", "mean" if step < 2 else "sum"))
+
+
+class Auxiliary(nn.Module):
+    """Has a term over the batch in training alone."""
+
+    def __init__(self, *between: nn.Module) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(8, 8), *between, nn.Tanh(), nn.Linear(8, 4))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.body(x)
+        if not self.training:
+            return h, h.sum() * 0
+        unit = F.normalize(h, dim=1)
+        return h, F.cross_entropy(unit @ unit.T * 5, torch.arange(len(h), device=h.device))
+
+
+def with_term(outputs: tuple[Tensor, Tensor], targets: Tensor) -> Tensor:
+    return F.cross_entropy(outputs[0], targets) + outputs[1]
+
+
+@case(trainer=refused(NO_MEAN))
+def term_in_training_alone(way: Way) -> None:
+    train(way, with_term, model=Auxiliary())
+
+
+@case(trainer=refused(NO_MEAN), vgpu=None)
+def term_in_training_alone_beside_dropout(way: Way) -> None:
+    train(way, with_term, model=Auxiliary(nn.Dropout(1e-300)))
+
+
+@case(trainer=refused(NO_MEAN), vgpu=None)
+def term_in_training_alone_beside_batch_norm(way: Way) -> None:
+    train(way, with_term, model=Auxiliary(nn.BatchNorm1d(8, track_running_stats=False)))
+
+
+@case(trainer=refused(NO_MEAN), vgpu=None)
+def sum_beside_random_numbers(way: Way) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.RReLU(), nn.AlphaDropout(0.1), nn.Linear(8, 4))
+    train(way, nn.CrossEntropyLoss(reduction="sum"), model=model)
+
+
+class CustomNorm(nn.Module):
+    """A batch norm in Python, with statistics of the micro-batch in training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            return x - self.mean
+        mean = x.mean(0)
+        with torch.no_grad():
+            self.mean.mul_(0.9).add_(mean.detach() * 0.1)
+        return x - mean
+
+
+@case(trainer=warned("computes by micro-batches in training"), vgpu=None)
+def batch_norm_in_python(way: Way) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), CustomNorm(), nn.Linear(8, 4))
+    train(way, F.cross_entropy, model=model, micro_batch=8)
+
+
+@case(trainer=refused(NO_MEAN))
+def root_of_a_mean(way: Way) -> None:
+    train(way, lambda o, t: F.mse_loss(o, F.one_hot(t, 4).to(o)).sqrt())
+
+
+@case(trainer=refused(NO_MEAN))
+def floor_of_a_count_of_targets(way: Way) -> None:
+    """One micro-batch has a target that counts and the other none."""
+
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        mask = (targets == 0).to(outputs.dtype)
+        return (F.cross_entropy(outputs, targets, reduction="none") * mask).sum() / mask.sum().clamp(min=1)
+
+    x, _ = labelled(1, 12)[0]
+    train(way, loss, [(x, torch.tensor([0, 1] * 6)), (x, torch.tensor([0] + [1] * 11))])

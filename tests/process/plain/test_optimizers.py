@@ -93,7 +93,7 @@ def options_changed_between_steps(way: Way) -> None:
     train(way, sgd, before=before)
 
 
-FROZEN = "the same ones: pull.. the weights, close this trainer"
+FROZEN = "since this trainer was made.*close this trainer and make another one"
 
 
 @case(trainer=equal_or_refused(FROZEN))

@@ -293,13 +293,13 @@ def test_random_operators_follow_the_micro_batch_and_not_the_device(pools: Pools
 
 def test_weights_come_back_into_the_model(pools: Pools) -> None:
     model, expected = build(Frozen), build(Frozen)
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    before = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
     with onebox.Trainer(
         model, functional.mse_loss, sgd(model), pool=pools(2), plan=onebox.DataParallel(micro_batch=3)
     ) as trainer:
         for batch in batches():
             trainer.step(*batch)
-        assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items()), "not before pull"
+        assert all(torch.equal(before[name], tensor) for name, tensor in model.named_parameters()), "not before pull"
         trainer.pull()
     train(expected, functional.mse_loss, sgd(expected), batches(), plan(2, 3))
     for name, tensor in expected.state_dict().items():

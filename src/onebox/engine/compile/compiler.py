@@ -29,7 +29,8 @@ from onebox.engine.workload.loss_reduction import LossReduction, TravellingWeigh
 from onebox.engine.workload.named_state import NamedState, footprints
 from onebox.engine.workload.parameter_groups import Optimizers
 from onebox.errors import CaptureError, UsageError
-from onebox.graph import ModelPrograms
+from onebox.graph import Mode, ModelPrograms
+from onebox.graph.lower.loss_divisors import Measure
 from onebox.plan import MicroBatch, Plan
 from onebox.pool import DeviceInfo
 from onebox.pool.network.emulated import LinkMap
@@ -46,6 +47,7 @@ class CompiledStep:
         windows: The other kinds of windows, where steps overlap.
         reduction: Reduction of the micro-batches' losses to the batch's loss.
         travelling: Weights of the micro-batches, if they are sent with each batch.
+        measures: What some results tell about others, if it is the same for all micro-batches.
         faults: Faults in the order of transfers between GPUs.
     """
 
@@ -54,6 +56,7 @@ class CompiledStep:
     windows: Mapping[int, WorkerWindows] = field(default_factory=dict)
     reduction: LossReduction = None
     travelling: TravellingWeights | None = None
+    measures: tuple[Measure, ...] = ()
     faults: tuple[OrderFault, ...] = ()
 
     def weights_of(self, batch: Batch) -> tuple[float, ...]:
@@ -100,10 +103,10 @@ class CompiledStep:
 
 @dataclass(frozen=True, kw_only=True)
 class Probe:
-    """Routines that compute losses and gradients of a batch without changing any state.
+    """Routines that compute losses and gradients of a batch, or evaluate it, without changing any state.
 
     Args:
-        compiled: The routines; each returns a squared 2-norm and then losses.
+        compiled: The routines; each returns a squared 2-norm, if it computes gradients, and then results.
         constants: Tensors that they read, by buffer.
         models: The programs for each micro-batch size.
     """
@@ -286,16 +289,18 @@ class Compiler:
         plan = Plan(stages=self.plan.stages, sync=self.plan.sync) if at_once else self.plan
         return self._compile(batch, plan, train=False)
 
-    def probe(self, batch: Batch, sizes: Sequence[int]) -> Probe:
-        """Return routines, not installed anywhere, that compute losses and gradients in eval mode without changing any
-        state.
+    def probe(self, batch: Batch, sizes: Sequence[int], *, train: bool, mode: Mode) -> Probe:
+        """Return routines, not installed anywhere, that compute losses and gradients, or evaluate, without changing any
+        state, and with samples that depend neither on chance nor on each other.
 
         Args:
             batch: The batch.
             sizes: Samples of each of its micro-batches.
+            train: Whether to compute gradients, rather than metrics.
+            mode: The mode of the model.
         """
-        models = {size: self._stages.parts(batch, size, train=True, probe=True) for size in sizes}
-        self._require_held(models, "in eval mode")
+        models = {size: self._stages.parts(batch, size, train=train, probe=mode) for size in sizes}
+        self._require_held(models, "in eval mode" if mode == "evaluate" else "in training")
         starts = [sum(sizes[:index]) for index in range(len(sizes))]
         cuts = enumerate(zip(starts, sizes, strict=True))
         parts = tuple(MicroBatch(index=index, start=start, size=size) for index, (start, size) in cuts)
@@ -305,12 +310,12 @@ class Compiler:
         job = BatchJob(
             micro_batches=parts,
             routes=routes,
-            schedule=plain_schedule(routes, next(iter(models.values())).programs),
+            schedule=plain_schedule(routes, next(iter(models.values())).programs) if train else forward_only(routes),
             models=models,
             constants=numbers,
             leaves=len(batch.leaves),
         )
-        routines = self._lowering.probe(job)
+        routines = self._lowering.probe(job) if train else self._lowering.evaluate(job, apart=True)
         compiled = CompiledStep(micro_batches=parts, routines=routines, faults=self._faults(routines))
         constants = {numbers[size][name]: tensor for size, own in tensors.items() for name, tensor in own.items()}
         return Probe(compiled=compiled, constants=constants, models=[model.programs for model in models.values()])
@@ -429,9 +434,12 @@ class Compiler:
             routines = {worker: own.steady for worker, own in found.items()}
         else:
             found, routines = {}, self._lowering.train(job) if train else self._lowering.evaluate(job)
+        told = [model.programs.measures for model in job.models.values()]
+        alike = len({tuple(each.value for each in measures) for measures in told}) == 1
         return CompiledStep(
             micro_batches=parts,
             routines=routines,
+            measures=told[0] if alike else (),
             windows=found,
             reduction=reduction,
             travelling=travelling,

@@ -259,12 +259,18 @@ class Lowering:
         queue = ReductionQueue(row.builder, worker, self._numbers.groups, shared=shared, early=alone, before=before)
         return RoutineScope(builder=row.builder, worker=worker, actions=row.actions, job=job, exchanges=queue)
 
-    def evaluate(self, job: BatchJob) -> dict[int, StepRoutine]:
-        """Return the routine of each worker for an evaluation; its schedule is forward only."""
+    def evaluate(self, job: BatchJob, *, apart: bool = False) -> dict[int, StepRoutine]:
+        """Return the routine of each worker for an evaluation; its schedule is forward only.
+
+        Args:
+            job: The job.
+            apart: Whether its programs are not kept for other routines.
+        """
         values = ValueNumbers(job, self._numbers.new, self._holdings.ranks)
         found = {}
         for worker in self._plan.devices:
-            row = self._row(worker, job, values, job.schedule.rows.get(worker, ()), exact=True)
+            builder = RoutineBuilder(self._numbers.new) if apart else None
+            row = self._row(worker, job, values, job.schedule.rows.get(worker, ()), builder, exact=True)
             rounding = row.round()
             row.run()
             rounding.finish()

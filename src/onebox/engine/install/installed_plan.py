@@ -32,6 +32,7 @@ from onebox.engine.state.remote import RemoteState
 from onebox.engine.workload.batch import Batch
 from onebox.engine.workload.captures import Captures
 from onebox.errors import OneboxError, PlanError
+from onebox.graph import Mode
 from onebox.plan import Plan
 from onebox.pool import Pool
 from onebox.wire.protocol.instructions import Ask
@@ -432,15 +433,17 @@ class InstalledPlan:
         found = evaluation_contents(self.compiler, batch, self._resident, at_once=at_once, stepped=stepped)
         return self._with_hosts(found)
 
-    def probe(self, batch: Batch, sizes: Sequence[int]) -> Probe | None:
-        """Return routines that compute losses and gradients without changing state; ``None`` if memory is insufficient,
-        or GPUs would mix up their transfers.
+    def probe(self, batch: Batch, sizes: Sequence[int], *, train: bool, mode: Mode) -> Probe | None:
+        """Return routines that compute losses and gradients, or evaluate, without changing state; ``None`` if memory is
+        insufficient, or GPUs would mix up their transfers.
 
         Args:
             batch: The batch.
             sizes: Samples of each of its micro-batches.
+            train: Whether to compute gradients, rather than metrics.
+            mode: The mode of the model.
         """
-        probe = self.compiler.probe(batch, sizes)
+        probe = self.compiler.probe(batch, sizes, train=train, mode=mode)
         contents = probe_contents(self.compiler, batch, probe, self._resident, windows=self._windows)
         fits = all(peak_of(found) <= self._room_bytes(worker) for worker, found in contents.items())
         return probe if fits and (self._tagged or not probe.compiled.faults) else None

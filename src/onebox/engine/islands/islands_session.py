@@ -314,6 +314,7 @@ class IslandsSession:
                 loss=total_of([each.loss for each, _ in found], (1.0,) * len(found) if summed else fractions)
                 if found
                 else math.nan,
+                fault=next((each.fault for each, _ in found if each.fault is not None), None),
                 gradient_norm=total_of(known, fractions) if known and len(known) == len(norms) else None,
             )
 
@@ -502,6 +503,20 @@ class IslandsSession:
             except RECOVERABLE as error:
                 self.recovery.lose(error, place)
 
+    def tell_fault(self) -> None:
+        """Raise, once, that a step of an island has shown that the loss is no mean over samples.
+
+        Raises:
+            UsageError: One has.
+        """
+        for own in self._there:
+            own.tell_fault()
+
+    def unread_error(self) -> OneboxError | None:
+        """Return the first failure of a step of an island whose loss has not been read."""
+        found = (own.unread_error() for own in self._there) if self.error is None else ()
+        return next((error for error in found if error is not None), None)
+
     def wait(self, most: int) -> None:
         """Wait until at most a given number of steps are in flight, and for the outer steps so far if it is 0.
 
@@ -546,6 +561,7 @@ class IslandsSession:
                 prepare=prepare,
                 parts=parts,
                 metrics=metrics,
+                fault=self._there[0].fault_of,
                 numerics=self._settings.numerics,
                 in_flight=self._settings.in_flight * len(self._sessions),
                 retry=self.recovery.run,

@@ -8,6 +8,7 @@ from onebox.engine.partition.phase_programs import PhasePrograms
 from onebox.engine.workload.batch import Batch
 from onebox.engine.workload.captures import Captures
 from onebox.errors import UsageError
+from onebox.graph import Mode
 from onebox.graph.memory_format import with_channels_last
 from onebox.graph.shard.placements import Placement
 from onebox.plan import Links, Plan, block_numbers
@@ -50,14 +51,14 @@ class StageCutter:
             what = f"names segment {strangers[0]!r}, which it has not" if strangers else f"leaves out {missing[0]!r}"
             raise UsageError(f"the plan is for another model: it {what}; the segments are {', '.join(known)}")
 
-    def parts(self, batch: Batch, size: int, *, train: bool, probe: bool = False) -> PhasePrograms:
+    def parts(self, batch: Batch, size: int, *, train: bool, probe: Mode | None = None) -> PhasePrograms:
         """Return the parts of the stages for micro-batches of a size.
 
         Args:
             batch: A batch of the same kind.
             size: Samples of a micro-batch.
             train: Whether gradients are needed.
-            probe: Whether to capture the model in eval mode nevertheless.
+            probe: The mode of a comparison; see :meth:`~onebox.engine.workload.captures.Captures.traced`.
 
         Raises:
             CaptureError: The model cannot be captured.

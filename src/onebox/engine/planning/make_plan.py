@@ -15,7 +15,8 @@ from torch import nn
 from onebox.cost import DeviceGroups, PoolProfile
 from onebox.cost.model_profile import ModelProfile
 from onebox.drawing import notebook, save, step_figure
-from onebox.engine.config import chosen_recovery
+from onebox.engine.config import check_objects, chosen_recovery
+from onebox.engine.entry import entry_of_model
 from onebox.engine.islands.division import Islands, check_shares, chosen_islands
 from onebox.engine.memory.forecast import MemoryForecast, TrainingJob
 from onebox.engine.partition.elementwise import by_element
@@ -101,6 +102,7 @@ class PlanningResult:
         return notebook.card("Planned", notebook.text(self.plan.describe()), self.plan.stages_html(), svg)
 
 
+@entry_of_model
 def make_plan(
     model: nn.Module,
     loss: Loss,
@@ -191,6 +193,7 @@ def make_plan(
         ...     with onebox.Trainer(model, loss, optimizer, pool=pool, plan=planned.plan) as trainer:
         ...         assert trainer.step(x, y).item() >= 0
     """
+    check_objects(model, loss, pool, None, None)
     for name, limit_s in (("budget_s", budget_s), ("profiling_s", profiling_s)):
         if not limit_s >= 0:
             raise UsageError(f"{name} is {limit_s}; allowed are seconds from 0 up")

@@ -42,7 +42,7 @@ from onebox.engine.steps.results import TraceEvent
 from onebox.engine.workload.batch import Batch, as_batch
 from onebox.engine.workload.captures import Captures, CaptureSpec, target_type
 from onebox.engine.workload.parameter_groups import Optimizers
-from onebox.graph import Loss, ModelPrograms, Precision, TracedModel
+from onebox.graph import Loss, Mode, ModelPrograms, Precision, TracedModel
 from onebox.graph.repeats import ShortenedModel, alike_stages, remaining
 from onebox.plan import Action, Plan, Schedule, Stage
 from onebox.pool import Pool
@@ -296,7 +296,9 @@ class _ShortenedCaptures(Captures):
         self._whole = whole
         self._alike = alike
 
-    def traced(self, batch: Batch, size: int, *, train: bool, halves: bool = False, probe: bool = False) -> TracedModel:
+    def traced(
+        self, batch: Batch, size: int, *, train: bool, halves: bool = False, probe: Mode | None = None
+    ) -> TracedModel:
         """Return the capture for micro-batches of a size."""
         return ShortenedModel(self._whole.traced(batch, size, train=train, halves=halves, probe=probe), self._alike)
 

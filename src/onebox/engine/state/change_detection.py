@@ -40,6 +40,7 @@ class ChangeDetector:
     def __init__(self, model: nn.Module, loss: Any, named: NamedState) -> None:
         self._model, self._loss, self._named = model, loss, named
         self._noted = False
+        self._specs = {name: spec_of(tensor) for name, tensor in named.tensors.items()}
         self._versions: list[int] = []
         self._places: list[int] = []
         self._views: dict[str, list[memoryview]] = {}
@@ -56,7 +57,7 @@ class ChangeDetector:
             fully: Whether to compare all elements of the tensors that were recorded fully.
 
         Raises:
-            UsageError: A parameter was replaced by another one, or a buffer by one of another kind.
+            UsageError: A parameter was replaced by another one, or a tensor has become one of another kind.
         """
         replaced: list[str] = []
         if not all(map(is_, map(dict.get, self._tables, self._keys), self._objects)):
@@ -68,7 +69,7 @@ class ChangeDetector:
         if not (fully or replaced) and versions == self._versions and places == self._places and self._alike():
             return []
         marks = zip(self._names, self._tensors, versions, self._versions, places, self._places, strict=True)
-        return [
+        found = [
             name
             for name, tensor, version, version_before, place, place_before in marks
             if name in replaced
@@ -77,6 +78,23 @@ class ChangeDetector:
             or not self._same(name)
             or (fully and name in self._sums and self._sums[name] != _sum(tensor))
         ]
+        for name in found:
+            self._require_kind(name)
+        return found
+
+    def _require_kind(self, name: str) -> None:
+        """Refuse a tensor that has become one of another shape or type, as by ``.data`` or a conversion of the model.
+
+        Raises:
+            UsageError: It has.
+        """
+        now, before = spec_of(self._named.tensors[name]), self._specs[name]
+        if now != before:
+            raise UsageError(
+                f"{name}, of {before} when this trainer was made, is now of {now}: the workers hold it as it was. "
+                "Convert or resize the model before the trainer is made; or pull() the weights, close this trainer, "
+                "change the model and its optimizer, and make another trainer; nothing was done"
+            )
 
     def note(self, names: Collection[str] | None = None, *, fully: bool = False) -> None:
         """Record the present state of tensors.

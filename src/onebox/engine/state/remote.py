@@ -117,6 +117,11 @@ class RemoteState:
         self.remembered = start.optimizer if start else local_optimizer_state(optimizer, self.named)
         self._weights = weights
 
+    @property
+    def emulated(self) -> bool:
+        """True if no worker has values."""
+        return all(device.kind == "sim" for device in self._pool.devices)
+
     def new_number(self) -> int:
         """Return a number for an object that stays on the workers until the trainer is closed."""
         self._ledger.append(self._pool.new_number())

@@ -26,6 +26,7 @@ def evaluate(
     prepare: Callable[[Batch], CompiledStep],
     parts: Callable[[Batch, CompiledStep], Mapping[int, WorkerBatch]],
     metrics: Sequence[str],
+    fault: Callable[[CompiledStep, Mapping[int, Mapping[int, float]]], UsageError | None],
     numerics: Sequence[SetNumerics],
     in_flight: int,
     retry: Callable[[Callable[[], None]], None],
@@ -39,13 +40,14 @@ def evaluate(
         prepare: Returns the routines that evaluate a batch.
         parts: Returns the transfer of each worker's part of a batch.
         metrics: Names of the metrics.
+        fault: Returns the reason why a result of a batch was no mean over its micro-batches, given the results of each.
         numerics: Instructions before each run that set precision and determinism.
         in_flight: Most batches in flight.
         retry: Calls a function, again after each recovery from a loss.
         poisoning: Returns the context of messages that only some workers may have received if it is interrupted.
 
     Raises:
-        UsageError: There is no batch.
+        UsageError: There is no batch, or the loss or a metric is no mean over samples.
         OneboxError: Something failed on a worker.
     """
     means, pending = _Means(1 + len(metrics)), deque[_Asked]()
@@ -75,7 +77,10 @@ def evaluate(
         first = pending[0]
         assert first.compiled is not None
         assert first.futures is not None
-        means.add(first.batch, first.compiled, raise_first(first.futures))
+        told = means.add(first.batch, first.compiled, raise_first(first.futures))
+        wrong = fault(first.compiled, told) if first.compiled.measures else None
+        if wrong is not None:
+            raise wrong
         pending.popleft()
 
     for each in batches:
@@ -133,13 +138,20 @@ class _Means:
             return self.totals[0]
         return self.totals[0] / self._divisor if self._divisor else float("nan")
 
-    def add(self, batch: Batch, compiled: CompiledStep, answers: Sequence[WorkerReply]) -> None:
-        """Add the results of a batch."""
+    def add(
+        self, batch: Batch, compiled: CompiledStep, answers: Sequence[WorkerReply]
+    ) -> Mapping[int, Mapping[int, float]]:
+        """Add the results of a batch; return the further ones, for each micro-batch."""
+        others: dict[int, dict[int, float]] = {}
         self.samples += sum(part.size for part in compiled.micro_batches)
         divisors = normalisers(compiled.reduction, batch, compiled.micro_batches)
         self._divisor, self._summed = self._divisor + sum(divisors), compiled.reduction == "sum"
         for routine, answer in zip(compiled.routines.values(), answers, strict=True):
             values = [value for result in answer.results if isinstance(result, Scalars) for value in result.values]
             for (micro_batch, index), value in zip(routine.results, values, strict=True):
+                if index >= len(self.totals):
+                    others.setdefault(index, {})[micro_batch] = value
+                    continue
                 weight = compiled.micro_batches[micro_batch].size if index else divisors[micro_batch]
                 self.totals[index] += weight * value if weight else 0.0  # a mean over nothing is NaN
+        return others

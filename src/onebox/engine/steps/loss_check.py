@@ -1,16 +1,16 @@
-"""Check that a batch's loss is the mean of its micro-batches' losses, weighted by their samples.
+"""Check that a batch's loss, and each metric, is the mean of its micro-batches', weighted by their samples.
 
-Used if the user does not set ``loss_reduction``, before a batch has any effect, in two ways. The divisor of the loss is
-computed from the targets of each batch: it must be proportional to the samples of each micro-batch. And once for each
-batch structure, the workers compute losses and gradients of some samples, together and in parts: in eval mode where
-training depends on micro-batches, as with batch norm and dropout.
+Used where the user does not set ``loss_reduction``, and for all metrics, in three ways. A divisor that depends on the
+batch alone is computed from it, before it has any effect: it must be proportional to the samples of each micro-batch.
+Once for each capture, the workers compute losses and gradients, or metrics, of some samples, together and in parts. And
+what only the step itself shows, such as a divisor that outputs decide, is compared when its results arrive.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -22,14 +22,13 @@ from onebox.engine.data.compression import BatchCompression
 from onebox.engine.install.installed_plan import InstalledPlan
 from onebox.engine.workload.batch import Batch
 from onebox.engine.workload.captures import Captures
-from onebox.engine.workload.loss_probe import probe_loss
 from onebox.engine.workload.named_state import named_state
 from onebox.errors import CaptureError, OperatorError, UsageError
-from onebox.graph import ModelPrograms, Port
-from onebox.graph.lower.loss_divisors import Divisor
+from onebox.graph import Mode, ModelPrograms, Port
+from onebox.graph.lower.loss_divisors import Divisor, Measure
 from onebox.plan import MicroBatch
 from onebox.pool import Pool, raise_first
-from onebox.wire import DTYPES, spec_of, specs_by_slot, to_frame
+from onebox.wire import DTYPES, program_dtype_name, spec_of, specs_by_slot, to_frame
 from onebox.wire.protocol.instructions import Free
 from onebox.wire.protocol.requests import Put, Run, SetNumerics
 from onebox.wire.protocol.responses import Scalars
@@ -40,13 +39,26 @@ _TOLERANCES = {"float64": 1e-9, "float32": 2e-3, "float16": 3e-2, "bfloat16": 1e
 """Relative tolerance between two orders of summation, by the coarsest type in the graph, for the loss and the norm of
 its gradient, which may be small compared with the gradients of single samples."""
 
+_OF_METRICS = 1e-6
+"""Least relative tolerance of metrics."""
+
+_NORM = -1
+"""Number that stands for the norm of the gradient among results."""
+
 _LEAST = 4
 """Samples to compare with their parts, if available: some models treat a single sample differently."""
 
 _EXACT = 1e-6
 """Relative tolerance of the loss's divisor: sums of a few non-negative numbers."""
 
-_UNKNOWN = "whether the loss is a mean over samples could not be checked; loss_reduction says what it is"
+_UNKNOWN = "whether %s could not be checked%s (%s)"
+
+_METRIC_WAYS_OUT = (
+    "evaluate() takes the mean of each metric over samples, the same on any number of devices. Return a mean, such as "
+    "(outputs.argmax(1) == targets).float().mean(): a count is that times Evaluation.samples. Of a quotient or a root, "
+    "return the parts as metrics of their own, such as the mean of squares, and divide or take the root of what "
+    "evaluate() returns. What is none of these is computed with the model in this process, after pull()"
+)
 
 _WAYS_OUT = (
     'Say what it is: loss_reduction="sum" for a sum over samples; loss_reduction=onebox.Weighted(lambda targets: ...) '
@@ -58,7 +70,7 @@ _WAYS_OUT = (
 
 
 class MeanLossCheck:
-    """Check that refuses batches whose loss is not a mean over samples.
+    """Check that refuses batches whose loss, or a metric of which, is not a mean over samples.
 
     Args:
         pool: The pool.
@@ -68,11 +80,14 @@ class MeanLossCheck:
     def __init__(self, pool: Pool, captures: Captures) -> None:
         self._pool = pool
         self._captures = captures
-        self._probed: set[Hashable] = set()
+        self._checked: set[Hashable] = set()
         recipe = captures.recipe
         layers = recipe.model.named_modules()
         self._synchronized = [(name, each) for name, each in layers if isinstance(each, nn.SyncBatchNorm)]
         self._buffers = named_state(recipe.model, recipe.loss, lambda: 0).tensors
+        self._names = {0: "the loss"} if recipe.reduction is None else {}
+        """The results that have to be means: of training the loss, of an evaluation metrics, too."""
+        self._names |= {1 + place: f"metric {name!r}" for place, name in enumerate(recipe.metrics)}
 
     def compares(self, batch: Batch, micro_batches: Sequence[MicroBatch]) -> bool:
         """Return whether :meth:`require` depends on the batch rather than on its shape alone."""
@@ -81,40 +96,87 @@ class MeanLossCheck:
         by_targets = self._captures.recipe.reduction is None
         return bool(self._synchronized) or (by_targets and any(self._divisors(batch, part) for part in micro_batches))
 
-    def require(self, batch: Batch, micro_batches: Sequence[MicroBatch]) -> None:
-        """Refuse a batch whose loss is certainly not the mean over its micro-batches; no worker is used.
+    def require(self, batch: Batch, micro_batches: Sequence[MicroBatch], *, train: bool = True) -> None:
+        """Refuse a batch whose loss, or a metric, is certainly not the mean over its micro-batches; no worker is used.
 
         Args:
             batch: The batch.
             micro_batches: Its micro-batches.
+            train: Whether it is for training.
 
         Raises:
             UsageError: The loss is no such mean; the message gives the reason and the remedy.
         """
         if len(micro_batches) == 1:
             return
-        self._require_own_statistics(len(micro_batches))
-        if self._captures.recipe.reduction is not None:
+        if train:
+            self._require_own_statistics(len(micro_batches))
+        if not self._names:
             return
-        for divisors in zip(*(self._divisors(batch, part) for part in micro_batches), strict=False):
-            found = [self._value(batch, part, each) for part, each in zip(micro_batches, divisors, strict=True)]
-            sizes = [part.size for part in micro_batches]
-            if not proportional(found, sizes):
-                raise UsageError(_uneven(divisors[0], found, sizes))
+        sizes = [part.size for part in micro_batches]
+        for divisors in zip(*(self._divisors(batch, part, train=train) for part in micro_batches), strict=False):
+            name = self._names.get(divisors[0].result)
+            if name is None:
+                continue
+            parts = zip(micro_batches, divisors, strict=True)
+            found = [self._value(batch, part, each, train=train) for part, each in parts]
+            if not even(found, sizes):
+                raise UsageError(_uneven(name, divisors[0], [value for value, _ in found], sizes))
 
-    def due(self, batch: Batch, micro_batches: Sequence[MicroBatch]) -> bool:
-        """Return whether the workers must check batches of this structure; once for each."""
-        key = (str(batch.structure), tuple((leaf.dim(), leaf.dtype) for leaf in batch.leaves))
-        checked = self._captures.recipe.reduction is None and len(micro_batches) > 1
+    def fault(
+        self, measures: Sequence[Measure], results: Mapping[int, Mapping[int, float]], parts: Sequence[MicroBatch]
+    ) -> UsageError | None:
+        """Return the reason why a result was no mean over the micro-batches of a batch; ``None`` if it was one.
+
+        Args:
+            measures: What some results tell about others.
+            results: By number of the result, the value for each micro-batch.
+            parts: The micro-batches.
+        """
+        for measure in measures if len(parts) > 1 else ():
+            name, values = self._names.get(measure.result), results.get(measure.value, {})
+            if name is None or len(values) < len(parts):
+                continue
+            sizes = [part.size for part in parts]
+            own = [values[part.index] for part in parts]
+            if not all(map(math.isfinite, own)):
+                continue
+            tolerance = _TOLERANCES.get(program_dtype_name(measure.dtype), _EXACT)
+            if measure.function is None:
+                counts = [results[measure.counted][part.index] for part in parts]
+                if not even(list(zip(own, counts, strict=True)), sizes):
+                    return UsageError(_uneven_outputs(name, measure, counts, sizes))
+                continue
+            mean = sum(value * size for value, size in zip(own, sizes, strict=True)) / sum(sizes)
+            functions = [measure.of_mean(value) for value in own]
+            of_mean, scale = measure.of_mean(mean), max(map(abs, functions))
+            weighted = sum(value * size for value, size in zip(functions, sizes, strict=True)) / sum(sizes)
+            if abs(of_mean - weighted) > tolerance * scale:
+                return UsageError(_unlike(name, measure, of_mean, weighted))
+        return None
+
+    def due(self, batch: Batch, micro_batches: Sequence[MicroBatch], *, train: bool = True) -> bool:
+        """Return whether the workers must check batches of this kind; once for each capture."""
+        checked = (self._captures.recipe.reduction is None or not train) and len(micro_batches) > 1
         emulated = any(device.kind == "sim" for device in self._pool.devices)
-        return checked and not emulated and key not in self._probed
+        if not checked or not self._names or emulated:
+            return False
+        return self._key(batch, micro_batches, train=train) not in self._checked
+
+    def _key(self, batch: Batch, micro_batches: Sequence[MicroBatch], *, train: bool) -> Hashable:
+        """Return the same for batches of which one code of the user's, in one state, computes the loss."""
+        size = max(part.size for part in micro_batches)
+        structure, numbers, leaves, _, state = batch.kind(size)
+        return structure, numbers, leaves, state, train, self._captures.traced(batch, size, train=train).operators
 
     def probe(
         self, batch: Batch, micro_batches: Sequence[MicroBatch], ready: InstalledPlan, packing: BatchCompression
     ) -> None:
         """Compare the loss of some samples, and the norm of its gradient, with those of their parts.
 
-        Samples and parts are of sizes that are captured already, if possible, and halves otherwise.
+        Samples and parts are of sizes that are captured already, if possible, and halves otherwise. A model that writes
+        buffers may compute by micro-batches in training, as a batch norm of one's own does: where only that differs, it
+        is said and not refused.
 
         Args:
             batch: The batch.
@@ -126,35 +188,92 @@ class MeanLossCheck:
             UsageError: They differ by more than rounding.
             OneboxError: Something failed on a worker, or it was lost.
         """
-        for size, part in self._sizes(batch, max(part.size for part in micro_batches)):
+        most = max(part.size for part in micro_batches)
+        for size, part in self._sizes(batch, most):
             try:
-                compared = self._compare(_spread(batch, size), size, part, ready, packing)
+                compared = self._in_modes(batch, size, part, ready, packing)
             except (CaptureError, OperatorError) as error:
-                _LOG.warning("%s (%s)", _UNKNOWN, str(error).splitlines()[0])
+                reduction = "; loss_reduction says what it is"
+                _LOG.warning(_UNKNOWN, "the loss is a mean over samples", reduction, str(error).splitlines()[0])
                 if isinstance(error, OperatorError) and not ready.plan.whole:
                     raise  # unblocks the threads that wait for the result
                 break
             if compared is not None:
                 compared.require()
                 break
-        self._probed.add((str(batch.structure), tuple((leaf.dim(), leaf.dtype) for leaf in batch.leaves)))
+        self._checked.add(self._key(batch, micro_batches, train=True))
+
+    def _in_modes(
+        self, batch: Batch, size: int, part: int, ready: InstalledPlan, packing: BatchCompression
+    ) -> PartsComparison | None:
+        """Return the comparison in training, or in eval mode where that is another one for a good reason."""
+        samples = _spread(batch, size)
+        try:
+            compared = self._compare(samples, size, part, ready, packing, mode="train")
+        except CaptureError:
+            compared = self._compare(samples, size, part, ready, packing, mode="evaluate")
+            _LOG.warning(
+                _UNKNOWN, "the loss is a mean over samples in training, too,", "", "in eval mode it was compared"
+            )
+            return compared
+        if compared is None or (compared.same and all(map(math.isfinite, (*compared.loss, *compared.norm)))):
+            return compared
+        traced = self._captures.traced(batch, size, train=True)
+        if compared.same or traced.written:
+            alone = self._compare(samples, size, part, ready, packing, mode="evaluate")
+            if alone is not None and alone.same and not compared.same:
+                _LOG.warning(
+                    "in training, the loss of %d samples is %.6g and that of %d parts of %d %.6g, and in eval mode it "
+                    "is the same: the model computes by micro-batches in training, as batch norm does, so that the "
+                    "result depends on their size (micro_batch=); if it is a term of the loss that does so, one "
+                    "micro-batch on one device is exact",
+                    *(size, compared.loss[0], size // part, part, compared.loss[1]),
+                )
+            return alone
+        return compared
+
+    def probe_evaluation(
+        self, batch: Batch, micro_batches: Sequence[MicroBatch], ready: InstalledPlan, packing: BatchCompression
+    ) -> None:
+        """Compare the loss and the metrics of some samples with those of their parts.
+
+        Args and errors are those of :meth:`probe`.
+        """
+        most = max(part.size for part in micro_batches)
+        size = max(2, most if most % 2 == 0 else most - 1)
+        try:
+            samples = _spread(batch, size)
+            probes = [ready.probe(samples, sizes, train=False, mode="evaluate") for sizes in ([size], [size // 2] * 2)]
+            known = [(self._results(samples, each, packing), each.models) for each in probes if each is not None]
+            if len(known) == len(probes):
+                (whole, models), (parts, others) = known
+                tolerance = max(_OF_METRICS, tolerance_of(_types([*models, *others])))
+                for number, name in self._names.items():
+                    if not alike(whole[number], parts[number], tolerance):
+                        raise UsageError(_unequal(name, size, (whole[number], parts[number])))
+        except (CaptureError, OperatorError) as error:
+            what = " and ".join(self._names.values())
+            _LOG.warning(_UNKNOWN, f"{what} are means over samples", "", str(error).splitlines()[0])
+            if isinstance(error, OperatorError) and not ready.plan.whole:
+                raise
+        self._checked.add(self._key(batch, micro_batches, train=False))
 
     def _sizes(self, batch: Batch, most: int) -> list[tuple[int, int]]:
         """Return numbers of samples, and of their parts, in the order in which they are to be compared."""
-        known = self._captures.sizes(batch) if self._captures.computes_as_in_eval_mode(batch) else ()
+        known = self._captures.sizes(batch)
         pairs = [(size, part) for size in known if size >= _LEAST for part in known if 1 < part < size]
-        pairs = [(size, part) for size, part in pairs if not size % part]
+        pairs = [(size, part) for size, part in pairs if not size % part and size <= batch.size]
         halves = [min(size, batch.size) // 2 for size in (max(most, _LEAST), _LEAST, 2)]
         return list(dict.fromkeys([*pairs, *((2 * half, half) for half in halves)]))
 
-    # ---- the divisor of the loss
+    # ---- divisors
 
-    def _divisors(self, batch: Batch, part: MicroBatch) -> tuple[Divisor, ...]:
-        return self._captures.traced(batch, part.size, train=True).divisors
+    def _divisors(self, batch: Batch, part: MicroBatch, *, train: bool = True) -> tuple[Divisor, ...]:
+        return self._captures.traced(batch, part.size, train=train).divisors
 
-    def _value(self, batch: Batch, part: MicroBatch, divisor: Divisor) -> float:
-        """Return the divisor of a micro-batch's loss."""
-        constants = self._captures.traced(batch, part.size, train=True).constants
+    def _value(self, batch: Batch, part: MicroBatch, divisor: Divisor, *, train: bool) -> tuple[float, float]:
+        """Return the divisor of a micro-batch; see :meth:`Divisor.of`."""
+        constants = self._captures.traced(batch, part.size, train=train).constants
 
         def tensor_of(port: Port) -> torch.Tensor:
             if port.kind == "leaf":
@@ -178,32 +297,20 @@ class MeanLossCheck:
     # ---- the comparison on workers
 
     def _compare(
-        self, batch: Batch, size: int, part: int, ready: InstalledPlan, packing: BatchCompression
+        self, batch: Batch, size: int, part: int, ready: InstalledPlan, packing: BatchCompression, *, mode: Mode
     ) -> PartsComparison | None:
-        """Return what some samples make together, and what their parts make; ``None`` where there is no room.
+        """Return what some samples make together, and what their parts make; ``None`` where there is no room."""
+        probes = [ready.probe(batch, sizes, train=True, mode=mode) for sizes in ([size], [part] * (size // part))]
+        known = [each for each in probes if each is not None]
+        if len(known) < len(probes):
+            return None
+        found = [self._results(batch, probe, packing) for probe in known]
+        types = _types([model for probe in known for model in probe.models])
+        loss, norm = ((found[0][number], found[1][number]) for number in (0, _NORM))
+        return PartsComparison(samples=size, part=part, loss=loss, norm=norm, tolerance=tolerance_of(types))
 
-        If the model depends on micro-batches even in eval mode, only the loss function is compared.
-        """
-        traced = self._captures.traced(batch, size, train=True, probe=True)
-        if traced.draws or traced.by_batch:
-            alone = probe_loss(self._captures.recipe, batch)
-            if alone is None:
-                raise CaptureError("the loss depends on chance, or its outputs are not by samples")
-            (loss, norm), (parts_loss, parts_norm) = alone.whole, alone.halves
-            part = size // 2
-            types: Collection[str] = alone.types
-        else:
-            whole, parts = ready.probe(batch, [size]), ready.probe(batch, [part] * (size // part))
-            if whole is None or parts is None:
-                return None
-            (loss, norm), (parts_loss, parts_norm) = (self._run(batch, probe, packing) for probe in (whole, parts))
-            types = _types([*whole.models, *parts.models])
-        return PartsComparison(
-            samples=size, part=part, loss=(loss, parts_loss), norm=(norm, parts_norm), tolerance=tolerance_of(types)
-        )
-
-    def _run(self, batch: Batch, probe: Probe, packing: BatchCompression) -> tuple[float, float]:
-        """Return the loss of a batch, weighted by samples, and the norm of its gradient; no state is changed."""
+    def _results(self, batch: Batch, probe: Probe, packing: BatchCompression) -> dict[int, float]:
+        """Return each result of a batch, weighted by samples, and the norm of the gradient; no state is changed."""
         compiled = probe.compiled
         on_gpus = any(device.kind == "cuda" for device in self._pool.devices)
         exact = [SetNumerics(tf32_convolutions=False)] if on_gpus else []  # rounding must not look like another loss
@@ -220,14 +327,16 @@ class MeanLossCheck:
             run = Run(routine.number, part.bindings)
             message = [*([put] if constants else []), *routine.definitions, *part.instructions, *exact, run, free]
             futures.append(self._pool.post(worker, message, [*frames, *part.frames], answer=True))
-        loss = square = 0.0
-        weights_of = compiled.weights_of(batch)
+        square, totals = 0.0, dict[int, float]()
+        sizes = [part.size for part in compiled.micro_batches]
         for routine, answer in zip(compiled.routines.values(), raise_first(futures), strict=True):
             values = [value for result in answer.results if isinstance(result, Scalars) for value in result.values]
-            square += values[0]
-            for (micro_batch, _), value in zip(routine.results, values[1:], strict=True):
-                loss += weights_of[micro_batch] * value
-        return loss, math.sqrt(square)
+            square += sum(values[: len(values) - len(routine.results)])
+            for (micro_batch, number), value in zip(
+                routine.results, values[len(values) - len(routine.results) :], strict=True
+            ):
+                totals[number] = totals.get(number, 0.0) + sizes[micro_batch] / sum(sizes) * value
+        return {**totals, _NORM: math.sqrt(square)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -284,6 +393,24 @@ def alike(first: float, second: float, tolerance: float) -> bool:
     return abs(first - second) <= tolerance * max(abs(first), abs(second))
 
 
+def even(found: Sequence[tuple[float, float]], sizes: Sequence[int]) -> bool:
+    """Return whether divisors make up that of all samples: they are proportional to sizes, and where something keeps
+    them from being 0 it does so for all or none.
+
+    Args:
+        found: Each divisor, and the same without what keeps it from being 0.
+        sizes: The samples of each.
+
+    Example:
+        >>> even([(2.0, 2.0), (2.0, 2.0)], [3, 3]), even([(1.0, 1.0), (1.0, 0.0)], [3, 3])
+        (True, False)
+    """
+    counts = [count for _, count in found]
+    if not any(counts):
+        return True
+    return proportional(counts, sizes) and all(abs(value - count) <= 1e-3 * abs(count) for value, count in found)
+
+
 def proportional(found: Sequence[float], sizes: Sequence[int]) -> bool:
     """Return whether numbers are proportional to sizes, except for rounding.
 
@@ -318,24 +445,76 @@ def _spread(batch: Batch, size: int) -> Batch:
     return replace(batch, leaves=leaves, size=size, samples=None)
 
 
-def _uneven(divisor: Divisor, found: Sequence[float], sizes: Sequence[int]) -> str:
+def _ways_out(name: str, example: str = "") -> str:
+    return _WAYS_OUT.format(example=example) if name == "the loss" else _METRIC_WAYS_OUT
+
+
+def _unequal(name: str, samples: int, found: tuple[float, float]) -> str:
+    """Return the error text for a result of an evaluation that is no mean over samples."""
+    together, apart = found
+    likely = " It looks like a sum over samples." if alike(together, 2 * apart, 1e-3) else ""
+    return (
+        f"{name} is no mean over samples: of {samples} samples it is {together:.6g}, and as the mean of two halves, as "
+        f"micro-batches are put together, {apart:.6g}.{likely} {_ways_out(name)}"
+    )
+
+
+def _uneven_outputs(name: str, measure: Measure, found: Sequence[float], sizes: Sequence[int]) -> str:
+    """Return the error text for a divisor that outputs decide, and that has turned out to be uneven."""
+    each = [value / size for value, size in zip(found, sizes, strict=True)]
+    low, high = each.index(min(each)), each.index(max(each))
+    at = f" at {measure.line}" if measure.line else ""
+    return (
+        f"{name} is no mean over samples: it divides by a number that the outputs decide ({measure.where}{at}). That "
+        f"was {found[low]:g} for the {sizes[low]} samples of micro-batch {low} and {found[high]:g} for the "
+        f"{sizes[high]} of micro-batch {high}, so that their mean was another one than that of the batch; "
+        f"{_already(name)}. {_divided(name)}"
+    )
+
+
+def _unlike(name: str, measure: Measure, of_mean: float, mean: float) -> str:
+    """Return the error text for a function of a mean that is not the mean of the function."""
+    at = f" at {measure.line}" if measure.line else ""
+    return (
+        f"{name} is no mean over samples: it is made of a function of a mean ({measure.where}{at}), which is "
+        f"{of_mean:.6g} for the batch, and in the mean of its micro-batches {mean:.6g}; {_already(name)}. "
+        f"{_divided(name)}"
+    )
+
+
+def _already(name: str) -> str:
+    return "the step has been made so" if name == "the loss" else "nothing has been changed"
+
+
+def _divided(name: str) -> str:
+    """Return the remedy for what outputs decide."""
+    if name != "the loss":
+        return _METRIC_WAYS_OUT
+    return (
+        "Divide by the number of samples instead, or compute each batch in one micro-batch on one replica (a pool or "
+        'plan of one device and no smaller micro_batch), or on virtual devices; loss_reduction="mean" computes the '
+        "weighted mean of micro-batches and says nothing"
+    )
+
+
+def _uneven(name: str, divisor: Divisor, found: Sequence[float], sizes: Sequence[int]) -> str:
     """Return the error text for a loss whose micro-batches are not weighted by samples."""
     each = [value / size for value, size in zip(found, sizes, strict=True)]
     low, high = each.index(min(each)), each.index(max(each))
     valid = f"(targets != {divisor.ignored})"
     cause, example = {
         "targets": (
-            f"some targets are ignored (ignore_index={divisor.ignored}), and the loss divides by how many are not",
+            f"some targets are ignored (ignore_index={divisor.ignored}), and it divides by how many are not",
             f", here lambda targets: {valid}.sum()",
         ),
         "classes": (
-            "classes have weights, and the loss divides by the sum of those of its targets",
+            "classes have weights, and it divides by the sum of those of its targets",
             f", here lambda targets: class_weights[targets[targets != {divisor.ignored}]].sum()",
         ),
         "other": ("it divides by something that is made of the batch", ""),
     }[divisor.kind]
     return (
-        f"the loss is no mean over samples: {cause} ({divisor.where}). That is {found[low]:g} for the {sizes[low]} "
+        f"{name} is no mean over samples: {cause} ({divisor.where}). That is {found[low]:g} for the {sizes[low]} "
         f"samples of micro-batch {low} and {found[high]:g} for the {sizes[high]} of micro-batch {high}, so that "
-        f"weighted by their samples they do not make up the loss of the batch. {_WAYS_OUT.format(example=example)}"
+        f"weighted by their samples they do not make up that of the batch. {_ways_out(name, example)}"
     )

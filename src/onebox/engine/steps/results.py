@@ -24,10 +24,14 @@ class StepValues:
     Args:
         loss: Mean loss over the batch.
         gradient_norm: 2-norm of all gradients before clipping; ``None`` without clipping.
+        results: Further results of each micro-batch, by number of the result and of the micro-batch.
+        fault: Reason why the loss is no mean over samples, which only the step has shown; it is applied all the same.
     """
 
     loss: float
     gradient_norm: float | None
+    results: Mapping[int, Mapping[int, float]] = field(default_factory=dict)
+    fault: UsageError | None = None
 
 
 def step_values(
@@ -50,12 +54,18 @@ def step_values(
         ReplicasParted: Some hashes differ.
     """
     total, norm = 0.0, None
+    others: dict[int, dict[int, float]] = {}
     digests: dict[Members, set[bytes]] = {}
     for (worker, routine), answer in zip(routines.items(), answers, strict=True):
         scalars = [value for result in answer.results if isinstance(result, Scalars) for value in result.values]
-        losses = scalars[len(scalars) - len(routine.results) :]
-        total += total_of(losses, [weights[micro_batch] for micro_batch, _ in routine.results])
-        norm = scalars[0] if len(scalars) > len(losses) else norm
+        told = scalars[len(scalars) - len(routine.results) :]
+        places = dict(zip(routine.results, told, strict=True))
+        losses = {micro_batch: value for (micro_batch, number), value in places.items() if not number}
+        total += total_of(list(losses.values()), [weights[micro_batch] for micro_batch in losses])
+        for (micro_batch, number), value in places.items():
+            if number:
+                others.setdefault(number, {})[micro_batch] = value
+        norm = scalars[0] if len(scalars) > len(told) else norm
         hashes = [result.value for result in answer.results if isinstance(result, Digest)]
         for (members, _), digest in zip(checks.get(worker, ()) if hashes else (), hashes, strict=True):
             digests.setdefault(members, set()).add(digest)
@@ -64,7 +74,7 @@ def step_values(
             f"after step {step} the replicas are no longer bit-identical; resume from the last checkpoint, and "
             "look for faulty memory or an operator that is not deterministic"
         )
-    return StepValues(loss=total, gradient_norm=norm)
+    return StepValues(loss=total, gradient_norm=norm, results=others)
 
 
 Retry = Callable[[Callable[[], StepValues]], StepValues]
@@ -100,6 +110,7 @@ class StepLoss(LateNumber):
         self._finish: Callable[[list[WorkerReply]], StepValues] | None = None
         self._values: StepValues | None = None
         self._error: BaseException | None = None
+        self._told = False
 
     def expect(self, futures: list[Future[WorkerReply]], finish: Callable[[list[WorkerReply]], StepValues]) -> None:
         """Set the replies to wait for; a step whose values have been read is not changed.
@@ -166,8 +177,32 @@ class StepLoss(LateNumber):
         return self._finish(raise_first(self._futures))
 
     def item(self) -> float:
-        """Wait for the step to end and return its loss, the mean over the samples of the batch."""
-        return self.values().loss
+        """Wait for the step to end and return its loss, the mean over the samples of the batch.
+
+        Raises:
+            UsageError: The step has shown that the loss is no mean over samples.
+            OneboxError: The step failed.
+        """
+        values = self.values()
+        if values.fault is not None:
+            self._told = True
+            raise values.fault
+        return values.loss
+
+    @property
+    def untold_fault(self) -> UsageError | None:
+        """The fault of the step if it has ended with one, and nobody has read it."""
+        return self._values.fault if self._values is not None and not self._told else None
+
+    def tell_fault(self) -> None:
+        """Raise the fault of the step that nobody has read, once.
+
+        Raises:
+            UsageError: There is one.
+        """
+        if (fault := self.untold_fault) is not None:
+            self._told = True
+            raise fault
 
     @property
     def gradient_norm(self) -> float | None:

@@ -16,7 +16,7 @@ from onebox.engine.workload.loss_reduction import LossReduction, Weighted
 from onebox.engine.workload.named_state import named_state
 from onebox.engine.workload.step_thread import StepThread
 from onebox.errors import CaptureError, UsageError
-from onebox.graph import TRACING, Captured, Loss, Metrics, Precision, TracedModel
+from onebox.graph import TRACING, Captured, Loss, Metrics, Mode, Precision, TracedModel
 from onebox.graph.capture.export import capture
 from onebox.graph.capture.on_device_transform import OnDevice
 from onebox.graph.capture.python_state import PythonStateGuard
@@ -116,7 +116,9 @@ class Captures:
         """
         return self.traced(batch, size, train=True).regroupable
 
-    def traced(self, batch: Batch, size: int, *, train: bool, halves: bool = False, probe: bool = False) -> TracedModel:
+    def traced(
+        self, batch: Batch, size: int, *, train: bool, halves: bool = False, probe: Mode | None = None
+    ) -> TracedModel:
         """Return the capture for micro-batches of a size.
 
         Args:
@@ -124,13 +126,12 @@ class Captures:
             size: Samples of a micro-batch.
             train: Whether gradients are needed.
             halves: Whether backward may be split into input and weight gradients.
-            probe: Whether the gradients are to be those of eval mode, and no buffer is to be changed; that is another
-                capture unless the model is known to :meth:`computes_as_in_eval_mode`.
+            probe: For the comparison of samples together and in parts, the mode in which they are computed: by
+                :meth:`~onebox.graph.TracedModel.apart`, without a change of a buffer.
 
         Raises:
-            CaptureError: The model cannot be captured.
+            CaptureError: The model cannot be captured, or samples depend on chance or on each other.
         """
-        asked, probe = probe, probe and not self.computes_as_in_eval_mode(batch)
         key = (batch.signature(size), train, halves and train, probe)
         if key not in self._traced:
             if halves and train:
@@ -139,31 +140,42 @@ class Captures:
                     self._traced[key] = whole.halved()
                 return self._traced[key]
             if self.step_thread.elsewhere:
-                return self.step_thread.call(lambda: self.traced(batch, size, train=train, probe=asked))
+                return self.step_thread.call(lambda: self.traced(batch, size, train=train, probe=probe))
+            if probe is not None:
+                self._traced[key] = self._apart(batch, size, train=train, mode=probe)
+                return self._traced[key]
             self._count_numbers(batch, size, train=train)
             with TRACING:
-                if asked:
-                    traced = self._capture(batch, size, train=train, probe=probe)
-                else:
-                    traced = self._sized(batch, size, train=train) or self._timed(batch, size, train=train)
-                if not probe:
-                    self._states[batch.python_state].add(traced.reads)
-            weighted = train and not probe and isinstance(self.recipe.reduction, Weighted)
-            self._traced[key] = traced.with_weight_in_batch(len(batch.leaves)) if weighted else traced
-            if train and not probe:
-                self._training.setdefault(batch.signature(0), {})[size] = self._traced[key]
+                traced = self._sized(batch, size, train=train) or self._timed(batch, size, train=train)
+            self._add(batch, size, traced, train=train)
         return self._traced[key]
+
+    def _add(self, batch: Batch, size: int, traced: TracedModel, *, train: bool) -> None:
+        """Store a capture."""
+        self._states[batch.python_state].add(traced.reads)
+        weighted = train and isinstance(self.recipe.reduction, Weighted)
+        made = traced.with_weight_in_batch(len(batch.leaves)) if weighted else traced
+        self._traced[batch.signature(size), train, False, None] = made
+        if train:
+            self._training.setdefault(batch.signature(0), {})[size] = made
+
+    def _apart(self, batch: Batch, size: int, *, train: bool, mode: Mode) -> TracedModel:
+        """Return the capture for a comparison; one of training, or of an evaluation, serves for steps, too."""
+        known = self._traced.get((batch.signature(size), train, False, None))
+        with TRACING:
+            if train and mode == "evaluate":
+                known = self._capture(batch, size, train=True, probe=True)
+            elif known is None:
+                known = self._capture(batch, size, train=train)
+                self._add(batch, size, known, train=train)
+            found = known.apart()
+        if found is None:
+            raise CaptureError("samples depend on chance, or on others of their micro-batch")
+        return found
 
     def sizes(self, batch: Batch) -> tuple[int, ...]:
         """Return the sizes of micro-batches for which training with batches of a kind is captured, ascending."""
         return tuple(sorted(self._training.get(batch.signature(0), ())))
-
-    def computes_as_in_eval_mode(self, batch: Batch) -> bool:
-        """Return whether training with batches of a kind is captured, and neither draws random numbers, nor normalises
-        by micro-batches, nor changes buffers.
-        """
-        traced = next(iter(self._training.get(batch.signature(0), {}).values()), None)
-        return traced is not None and not (traced.draws or traced.by_batch or traced.written)
 
     def adopt(self, other: Captures, batch: Batch, largest: int) -> None:
         """Take the captures of training that another object has just made of this model, where they are the same.
@@ -177,7 +189,7 @@ class Captures:
             return
         for size, traced in other._training.get(batch.signature(0), {}).items():
             if size <= largest:
-                whole, halved = ((batch.signature(size), True, halves, False) for halves in (False, True))
+                whole, halved = ((batch.signature(size), True, halves, None) for halves in (False, True))
                 self._traced.setdefault(whole, traced)
                 if halved in other._traced:
                     self._traced.setdefault(halved, other._traced[halved])
@@ -244,7 +256,7 @@ class Captures:
                     family.alone,
                     family,
                 )
-        return None if known is None else TracedModel(known, backward=train, trained=self.recipe.trained)
+        return None if known is None else self._model(known, train=train)
 
     def _timed(self, batch: Batch, size: int, *, train: bool) -> TracedModel:
         """Return a new capture; log its time if it is not the first."""
@@ -306,7 +318,7 @@ class Captures:
     def _capture(self, batch: Batch, size: int, *, train: bool, probe: bool = False) -> TracedModel:
         try:
             captured = self._plain_capture(batch.example(size), train=train, probe=probe)
-            return TracedModel(captured, backward=train, trained=self.recipe.trained, updates=not probe)
+            return self._model(captured, train=train)
         except CaptureError as error:
             if not error.unfit:
                 raise
@@ -316,6 +328,10 @@ class Captures:
             )
             said = f"{error}; the batch has {batch}{part if size < batch.size else ''}"
             raise CaptureError(said, where=error.where, unfit=True) from error
+
+    def _model(self, captured: Captured, *, train: bool) -> TracedModel:
+        measured = self.recipe.reduction is None or (not train and bool(self.recipe.metrics))
+        return TracedModel(captured, backward=train, trained=self.recipe.trained, measured=measured)
 
     def _plain_capture(
         self, example: tuple[Any, Any], *, train: bool, probe: bool = False, varying: Varying | None = None

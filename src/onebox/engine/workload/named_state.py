@@ -45,6 +45,11 @@ class NamedState:
         """Return the spec of a tensor."""
         return spec_of(self.tensors[name])
 
+    def name_of(self, identity: int) -> str:
+        """Return the name of a tensor, given its identity."""
+        known = (name for name, tensor in self.tensors.items() if id(tensor) == identity)
+        return next(known, "a parameter that is not the model's")
+
     def replace(self, others: Mapping[str, Tensor]) -> None:
         """Replace some tensors by others of the same kind."""
         self.tensors.update(others)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from onebox.engine.readers import ReadingHook
 from onebox.errors import UsageError
 from onebox.wire.protocol.instructions import Options
 from onebox.worker import OPTIMIZERS
@@ -41,6 +45,14 @@ def optimizers_in(optimizers: Optimizers) -> tuple[torch.optim.Optimizer, ...]:
         UsageError: There is none, or one is not a supported plain optimizer of ``torch.optim``.
     """
     given = tuple(optimizers) if isinstance(optimizers, Sequence) else (optimizers,)
+    for each in given:
+        if not isinstance(each, torch.optim.Optimizer):
+            came = f"the class {each.__name__}" if isinstance(each, type) else f"a {type(each).__name__}"
+            kind = each.__name__ if isinstance(each, type) and issubclass(each, torch.optim.Optimizer) else "SGD"
+            raise UsageError(
+                f"the optimizer is {came}; allowed are optimizers that have been made, such as "
+                f"torch.optim.{kind}(model.parameters(), lr=0.1), or several in a list"
+            )
     if not given:
         raise UsageError("no optimizer was given; allowed are one of torch.optim, or several in a list")
     for each in given:
@@ -57,7 +69,7 @@ def groups_of(optimizers: Optimizers) -> list[ParameterGroup]:
     """Return the parameter groups of all optimizers, concatenated.
 
     Raises:
-        UsageError: An option is not a plain value.
+        UsageError: An option is no plain value, or of another kind than the optimizer's own.
     """
     return [
         ParameterGroup(type(each).__name__, group["params"], options)
@@ -85,15 +97,19 @@ def remembered_of(optimizers: Optimizers, parameter: Tensor) -> Mapping[str, Any
 
 
 def _options(optimizer: torch.optim.Optimizer) -> list[Options]:
-    groups = optimizer.param_groups
-    return [{key: _plain(key, group[key]) for key in optimizer.defaults if key in group} for group in groups]
+    groups, own = optimizer.param_groups, optimizer.defaults
+    return [{key: _plain(key, group[key], default) for key, default in own.items() if key in group} for group in groups]
 
 
-def _plain(key: str, value: Any) -> Any:
+def _plain(key: str, value: Any, default: Any) -> Any:
     if isinstance(value, Tensor) and value.numel() == 1:
         return float(value)
-    if isinstance(value, list | tuple):
+    if isinstance(value, list | tuple) and all(
+        item is None or isinstance(item, int | float | Tensor) for item in value
+    ):
         return tuple(None if item is None else float(item) for item in value)
+    if isinstance(value, str) and isinstance(default, int | float | Tensor):
+        raise UsageError(f"option {key!r} of the optimizer is {value!r}, a string; allowed are numbers")
     if value is None or isinstance(value, bool | int | float | str):
         return value
     raise UsageError(f"option {key!r} of the optimizer is a {type(value).__name__}; allowed are numbers and strings")
@@ -105,27 +121,111 @@ def training_of(optimizers: Sequence[torch.optim.Optimizer]) -> TrainedFlags:
     return [[(id(parameter), parameter.requires_grad) for parameter in group["params"]] for group in groups]
 
 
-def require_training(optimizers: Sequence[torch.optim.Optimizer], before: TrainedFlags) -> None:
-    """Require that optimizers train the same parameters as before, in a way that workers support.
+def require_training(
+    optimizers: Sequence[torch.optim.Optimizer], before: TrainedFlags, name_of: Callable[[int], str]
+) -> None:
+    """Require that optimizers train the same parameters as before, by a step that is PyTorch's.
+
+    Args:
+        optimizers: The optimizers.
+        before: From :func:`training_of`, when the trainer was made.
+        name_of: Returns the name of a parameter, given its identity.
 
     Raises:
-        UsageError: They have other parameters, a parameter's ``requires_grad`` has changed, or they have hooks.
+        UsageError: They have other parameters or groups, a parameter's ``requires_grad`` has changed, or they have
+            hooks, or another step.
     """
     for each in optimizers:
-        if each._optimizer_step_pre_hooks or each._optimizer_step_post_hooks:
-            raise UsageError(
-                f"{type(each).__name__} has a hook of register_step_pre_hook or register_step_post_hook, which workers "
-                "cannot call: remove it, and do what it does after trainer.step(), or run on virtual devices (vgpu)"
-            )
+        _require_own_step(each)
     now = training_of(optimizers)
     if now != before:
-        groups, parameters = len(now), sum(wanted for group in now for _, wanted in group)
-        had_groups, had = len(before), sum(wanted for group in before for _, wanted in group)
         raise UsageError(
-            f"the optimizer trains {parameters} parameters in {groups} groups; when this trainer was made it trained "
-            f"{had} in {had_groups}, and these have to be the same ones: pull() the weights, close this trainer and "
-            "make another one; nothing was done of this step"
+            f"{_difference(before, now, name_of)} since this trainer was made, and workers train what it had then: "
+            "pull() the weights, close this trainer and make another one; nothing was done of this step"
         )
+
+
+def _difference(before: TrainedFlags, now: TrainedFlags, name_of: Callable[[int], str]) -> str:
+    """Return the change of what is trained, as the beginning of a sentence."""
+    had, has = ({identity: wanted for group in flags for identity, wanted in group} for flags in (before, now))
+    added, removed = [name_of(each) for each in has if each not in had], [name_of(e) for e in had if e not in has]
+    for names, what in ((added, "added to"), (removed, "removed from")):
+        if names:
+            groups = f" ({len(now)} groups, {len(before)} before)" if len(now) != len(before) else ""
+            return f"{_listed(names)} been {what} the optimizer's parameters{groups}"
+    changed = [name_of(each) for each in has if has[each] != had[each]]
+    if changed:
+        wanted = has[next(each for each in has if has[each] != had[each])]
+        freeze = "" if wanted else " (a group with lr=0 and weight_decay=0 stays as it is, without another trainer)"
+        return f"requires_grad has become {wanted} for {', '.join(changed[:3])}{_and_more(changed, 3)}{freeze}"
+    if len(now) != len(before):
+        return f"the optimizer's parameters have come into {len(now)} groups, from {len(before)},"
+    moved = [name_of(a[0]) for x, y in zip(now, before, strict=True) for a, b in zip(x, y, strict=False) if a != b]
+    return (
+        f"the optimizer's parameters have been put in another order, {moved[0] if moved else 'in their groups'} first,"
+    )
+
+
+def _listed(names: Sequence[str]) -> str:
+    """Return names with a verb."""
+    return f"{names[0]}{_and_more(names, 1)} {'has' if len(names) == 1 else 'have'}"
+
+
+def _and_more(names: Sequence[str], shown: int) -> str:
+    return f" and {len(names) - shown} more" if len(names) > shown else ""
+
+
+_PLAIN_STEPS: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Functions that are known to be PyTorch's own steps."""
+
+_TORCH, _ONEBOX = Path(torch.__file__).parent, Path(__file__).parents[2]
+
+
+def _require_own_step(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse hooks of an optimizer's step, and another step than its class's, of which workers know nothing.
+
+    Schedulers wrap ``step`` to count calls, and PyTorch itself to profile them.
+    """
+    hooks = (*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values())
+    others = [hook for hook in hooks if not isinstance(hook, ReadingHook)]
+    kind = type(optimizer)
+    if others:
+        raise UsageError(
+            f"{kind.__name__} has a hook of register_step_pre_hook or register_step_post_hook, which workers "
+            "cannot call: remove it, and do what it does after trainer.step(), or run on virtual devices (vgpu)"
+        )
+    for hook in (*_global_optimizer_pre_hooks.values(), *_global_optimizer_post_hooks.values()):
+        if not (getattr(hook, "__module__", None) or "").startswith(("onebox.", "torch.")):
+            raise UsageError(
+                f"{getattr(hook, '__qualname__', hook)} is a hook for the steps of all optimizers "
+                "(register_optimizer_step_pre_hook or _post_hook), which workers cannot call: remove it, and do what "
+                "it does after trainer.step(), or run on virtual devices (vgpu)"
+            )
+    own = vars(optimizer).get("step")
+    for step, owner in ((own, f"this {kind.__name__}"), (kind.step, kind.__name__)):
+        if step is None or getattr(step, "__func__", step) in _PLAIN_STEPS:
+            continue
+        place = _foreign_code(step)
+        if place is not None:
+            raise UsageError(
+                f"{owner}.step has been replaced by a function of {place}, which workers do not call: they run "
+                f"torch.optim's own {kind.__name__}.step. Put it back, and have what it does to gradients done by a "
+                "hook on the parameters (Tensor.register_hook), which is traced, or run on virtual devices (vgpu)"
+            )
+        _PLAIN_STEPS.add(getattr(step, "__func__", step))
+
+
+def _foreign_code(step: Any) -> str | None:
+    """Return the place of the first function that is not PyTorch's among a step and those that it wraps."""
+    while step is not None:
+        function = getattr(step, "__func__", step)
+        code = getattr(function, "__code__", None)
+        if code is None:
+            return type(step).__name__
+        if not any(Path(code.co_filename).is_relative_to(folder) for folder in (_TORCH, _ONEBOX)):
+            return f"{code.co_filename}:{code.co_firstlineno}"
+        step = getattr(function, "__wrapped__", None)
+    return None
 
 
 def mark_stepped(optimizers: Sequence[torch.optim.Optimizer]) -> None:

@@ -39,6 +39,9 @@ _T = TypeVar("_T")
 _OWN = frozenset(vars(nn.Module())) - {"training"}
 """Attributes of every module that hold PyTorch's own bookkeeping."""
 
+OWN_HOOK = "onebox_reads"
+"""Attribute of a hook that belongs to onebox and does nothing in a trace."""
+
 _GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
 
 Owners = Mapping[str, nn.Module]
@@ -58,6 +61,8 @@ class PythonStateGuard:
         kinds = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
         self._hooks = [getattr(module, kind) for module in modules for kind in kinds]
         self._tensors = [tensor for owner in owners.values() for tensor in owner.parameters()]
+        self._hooks_of_all = (-1, 0)
+        """The number of all hooks of modules, and of the user's among them."""
         hooks = WatchedValue("", "hooks", self, "the number of hooks")
         self._watched: dict[WatchedValue, tuple[Callable[[], Any], Any]] = {}
         self._watched[hooks] = self._count_hooks, snapshot(self._count_hooks())
@@ -78,7 +83,11 @@ class PythonStateGuard:
 
     def _count_hooks(self) -> int:
         own = (getattr(tensor, "_backward_hooks", None) for tensor in self._tensors)
-        return sum(map(len, self._hooks)) + sum(len(hooks) for hooks in own if hooks)
+        count = sum(map(len, self._hooks))
+        if count != self._hooks_of_all[0]:  # else the number of onebox's own is the same, too
+            users = sum(not hasattr(hook, OWN_HOOK) for hooks in self._hooks for hook in hooks.values())
+            self._hooks_of_all = count, users
+        return self._hooks_of_all[1] + sum(len(hooks) for hooks in own if hooks)
 
     def changed(self) -> list[tuple[WatchedValue, Any]]:
         """Return the changed values: the source, and the present value."""

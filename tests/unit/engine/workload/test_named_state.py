@@ -84,7 +84,8 @@ Own.__name__ = "SGD"
         (lambda m: torch.optim.SGD([m.frozen], lr=0.1), "no parameter that requires a gradient"),
         (lambda m: [], "no optimizer was given"),
         (lambda m: [torch.optim.SGD([m.a.bias], lr=0.1), torch.optim.LBFGS([m.b.bias])], "no optimizer that workers"),
-        (lambda m: [torch.optim.SGD([m.a.bias], lr=0.1), m.b.bias], "no optimizer that workers run"),
+        (lambda m: [torch.optim.SGD([m.a.bias], lr=0.1), m.b.bias], "the optimizer is a Parameter"),
+        (lambda m: torch.optim.SGD, r"the class SGD; .*torch.optim.SGD\(model.parameters"),
         (
             lambda m: [torch.optim.Muon([m.a.weight]), torch.optim.AdamW(m.parameters())],
             r"model\.a\.weight of shape \[2, 2\] is in two optimizers, Muon and AdamW; allowed is one",
