@@ -52,12 +52,14 @@ from onebox.engine.state.checkpoint_restore import (
 )
 from onebox.engine.state.remote import RemoteState
 from onebox.engine.state.weight_files import first_values
+from onebox.engine.steps.account import EVALUATING, SAVING
 from onebox.engine.steps.launch import StepSettings
 from onebox.engine.steps.link_use import LinkEvent, LinkUse
 from onebox.engine.steps.observer import StepObserver
 from onebox.engine.steps.overlap_scheduler import with_staleness
 from onebox.engine.steps.results import Evaluation, StepLoss, TraceEvent
 from onebox.engine.steps.step_chart import measured_chart
+from onebox.engine.steps.wall_time import WallTime
 from onebox.engine.workload.batch import Batch, as_batch, as_pair
 from onebox.engine.workload.captures import Captures, CaptureSpec, target_type
 from onebox.engine.workload.loss_reduction import LossReduction, check_reduction, reduction_name
@@ -495,7 +497,8 @@ class Trainer:
         if chosen_later and isinstance(run, TrainingSession) and run.plan is None:
             run.adopt(request.provisional(self.pool))
             self._provisional = run
-        return self._run.evaluate((self._batch(*as_pair(item)) for item in batches), list(self._metrics))
+        with self.wall.during(EVALUATING):
+            return self._run.evaluate((self._batch(*as_pair(item)) for item in batches), list(self._metrics))
 
     # ---- observation
 
@@ -520,6 +523,11 @@ class Trainer:
         stages = "" if plan is None else plan.stages_html()
         title = f"Trainer of {type(self.model).__name__} on {len(self.pool)} devices"
         return notebook.card(title, notebook.text(told), notebook.table((), rows), stages, svg)
+
+    @property
+    def wall(self) -> WallTime:
+        """The account of the run's wall time."""
+        return self._run.wall
 
     @property
     def steps_done(self) -> int:
@@ -798,7 +806,8 @@ class Trainer:
             found = contents(self._remote, transfer, plan=plan, islands=islands, **settings)
             return write(Path(path), found, keep=keep)
 
-        saved = run.recovery.run(written)
+        with self.wall.during(SAVING):
+            saved = run.recovery.run(written)
         self._saves[_folder_of(saved)] = identity
         run.recovery.saved(saved)
         return saved
