@@ -41,14 +41,13 @@ _CONTENTS = {
 
 
 def write_outcome(
-    loop: TrainingLoop, pool: Pool, *, seconds: float, expected: Simulation | None = None
+    loop: TrainingLoop, pool: Pool, *, expected: Simulation | None = None
 ) -> PlanComparison | IslandsComparison | None:
     """Write the timeline and the summary of a run and, if it has a plan, the figure of a step.
 
     Args:
         loop: The loop, which has ended.
         pool: The pool, still open.
-        seconds: Time that this process spent on training, testing and saving.
         expected: The simulated step of its plan, if any.
 
     Returns:
@@ -59,12 +58,12 @@ def write_outcome(
         OneboxError: A worker failed.
         OSError: A file cannot be written.
     """
-    if not loop.meter.samples and loop.folder.summary.exists():
+    if not loop.samples and loop.folder.summary.exists():
         return None  # the run had ended before
     names = {device.number: f"worker {device.number} ({_kind(device)})" for device in pool.devices}
     timeline_of(loop.trainer.events(), names, loop.trainer.link_events()).write(loop.folder.timeline)
     found = _compare(loop)
-    loop.folder.write_summary(_summary(loop, pool, seconds, found))
+    loop.folder.write_summary(_summary(loop, pool, found))
     if isinstance(found, PlanComparison) and _no_figures() is None:
         _draw(loop, pool, expected)
     return found
@@ -85,6 +84,8 @@ def print_outcome(
         lines.append("sim devices compute nothing: times and memory are of use; there is no result, no checkpoint")
     elif last is not None and last.test_accuracy is not None:
         lines.append(f"test accuracy {100 * last.test_accuracy:.1f} % after epoch {last.epoch}")
+    if loop.account.seconds:
+        lines.append(f"{loop.account.seconds:.1f} s: {loop.account.text}")
     lines += _delays(loop) + _recoveries(loop) + _island_changes(loop) + _decisions(loop)
     if isinstance(found, PlanComparison) and (reason := _no_figures()):
         lines.append(f"no figures: {reason}")
@@ -253,10 +254,8 @@ def _print_comparison(found: PlanComparison | IslandsComparison, loop: TrainingL
         console.write_line(text)
 
 
-def _summary(
-    loop: TrainingLoop, pool: Pool, seconds: float, found: PlanComparison | IslandsComparison | None
-) -> dict[str, object]:
-    last, meter, plan = loop.standing.last, loop.meter, loop.trainer.plan
+def _summary(loop: TrainingLoop, pool: Pool, found: PlanComparison | IslandsComparison | None) -> dict[str, object]:
+    last, account, plan = loop.standing.last, loop.account, loop.trainer.plan
     memory = dict(zip(pool.present, loop.trainer.memory(), strict=True))
     return {
         "model": loop.config.model,
@@ -266,8 +265,9 @@ def _summary(
         "train_loss": last and last.train_loss,
         "test_loss": last and last.test_loss,
         "test_accuracy": last and last.test_accuracy,
-        "seconds": seconds,
-        "samples_per_s": meter.samples / meter.seconds if meter.seconds else None,
+        "seconds": account.seconds,
+        "samples_per_s": loop.samples / account.training_s if account.training_s else None,
+        "account": account.shares,
         "devices": [
             {
                 **dataclasses.asdict(device),

@@ -106,6 +106,8 @@ class ClientLoop:
         self._numbers = 0
         self.sent_bytes: dict[int, int] = {}
         """Bytes of tensors posted to each worker so far."""
+        self.received_bytes: dict[int, int] = {}
+        """Bytes of tensors in the replies of each worker so far."""
         self.executed: dict[int, int] = {}
         """Progress counter of each worker, from its last heartbeat; grows as long as the worker makes progress."""
         self._stopping = False
@@ -498,6 +500,8 @@ class ClientLoop:
         worker = connection.place.worker
         match message:
             case Reply():
+                size_bytes = sum(len(frame) for frame in frames)
+                self.received_bytes[worker] = self.received_bytes.get(worker, 0) + size_bytes
                 traffic = self._groups.traffic(worker, message.traffic)
                 self._pending.reply(connection.place, message, frames, time.monotonic(), traffic)
             case Heartbeat():

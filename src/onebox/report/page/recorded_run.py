@@ -85,7 +85,7 @@ class RecordedRun:
             step_s=step_s[1],
             predicted_bubble=bubble[0] if step_s[0] else predicted.bubble if predicted else None,
             bubble=bubble[1],
-            bound=_bound(self._history.numbers.feed),
+            bound=self._history.numbers.bound or _bound(self._history.numbers.feed),
             staleness=_staleness(self._summary),
         )
         if state != "running":
@@ -317,7 +317,7 @@ def _devices_of(recorded: Sequence[Mapping[str, Any]]) -> tuple[RunDevice, ...]:
 
 
 def _bound(feed: str) -> str:
-    """Return what the report on the feed says about the bottleneck."""
+    """Return the bottleneck that a run without an account reported with its feed."""
     return feed.removeprefix("bound by ").partition(";")[0]
 
 

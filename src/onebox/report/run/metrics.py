@@ -108,7 +108,7 @@ def rewind_metrics(path: Path | str, *, step: int, epochs: float = math.inf) -> 
 def _stays(path: Path, line: bytes, step: int, epochs: float) -> bool:
     try:
         record = msgspec.json.decode(line, type=dict[str, Any])
-        closes = record.get("event") in ("epoch", "feed")
+        closes = record.get("event") in ("epoch", "account", "feed")
         return float(record.get("step", 0)) <= step and (not closes or float(record.get("epoch", 0)) <= epochs)
     except (msgspec.DecodeError, TypeError, ValueError) as error:
         raise UsageError(f"{path} is damaged: {line[:80]!r} is no record of a run: {error}") from None
