@@ -153,6 +153,7 @@ class TrainingLoop:
     _pending: deque[tuple[int, StepLoss, int]] = field(default_factory=deque)
     _loss_sum: float = 0.0
     _counted: int = 0
+    _saved_s: float = field(default_factory=time.monotonic)
     _stories: int = 0
     _changes: int = 0
     _made: int = 0
@@ -306,7 +307,7 @@ class TrainingLoop:
         about = {"stages": stages, "skipped": self.train.skipped.count, "first_skipped": skipped, "links": links}
         text = self.train.report()
         self._write({"event": "feed", "step": self.trainer.steps_done, "epoch": epoch, **about, "text": text})
-        if share >= _FEED_SHARE or self.train.skipped.in_epoch:
+        if (share >= _FEED_SHARE and text.startswith("bound by")) or self.train.skipped.in_epoch:
             self.progress.note(text)
 
     def _test(self, epoch: int, skipped: int) -> EpochResult | None:
@@ -334,14 +335,14 @@ class TrainingLoop:
             raise _StoppedTest
 
     def _save_now(self) -> bool:
-        every = self.config.save_every
-        return every is not None and self.trainer.steps_done % every == 0
+        interval = self.config.save_interval
+        return interval is not None and interval.due(self.trainer.steps_done, time.monotonic() - self._saved_s)
 
     def _save(self, standing: RunProgress) -> None:
         if not self.computes:
             self.standing = standing
             return
-        self.standing, self.unsaved = standing, None
+        self.standing, self.unsaved, self._saved_s = standing, None, time.monotonic()
         try:
             self.saved = self.trainer.save(self.folder.checkpoint, extra=standing.to_extra())
         except CheckpointError as error:
