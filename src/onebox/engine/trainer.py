@@ -518,8 +518,7 @@ class Trainer:
         rows = [(name, count) for name, count in counts.items() if count or name == "steps"]
         events = self._run.newest_events()
         done = max((event.step for event in events if event.track == "compute"), default=None)
-        hosts = [device.host for device in self.pool.devices]
-        svg = "" if done is None else notebook.step_svg(measured_chart(events, done, hosts=hosts))
+        svg = "" if done is None else notebook.step_svg(measured_chart(events, done))
         stages = "" if plan is None else plan.stages_html()
         title = f"Trainer of {type(self.model).__name__} on {len(self.pool)} devices"
         return notebook.card(title, notebook.text(told), notebook.table((), rows), stages, svg)

@@ -13,6 +13,7 @@ from onebox.extras import import_extra
 from onebox.plan import Simulation, as_data
 from onebox.plan.replan.profile_correction import ProfileCorrection
 from onebox.pool import DeviceInfo, Pool
+from onebox.pool.discovery import LOCAL_HOST
 from onebox.report import (
     IslandsComparison,
     PlanComparison,
@@ -60,7 +61,8 @@ def write_outcome(
     """
     if not loop.samples and loop.folder.summary.exists():
         return None  # the run had ended before
-    names = {device.number: f"worker {device.number} ({_kind(device)})" for device in pool.devices}
+    several = len({device.host for device in pool.devices}) > 1
+    names = {device.number: f"worker {device.number} ({_kind(device, host=several)})" for device in pool.devices}
     timeline_of(loop.trainer.events(), names, loop.trainer.link_events()).write(loop.folder.timeline)
     found = _compare(loop)
     loop.folder.write_summary(_summary(loop, pool, found))
@@ -162,8 +164,9 @@ def correction_data(found: ProfileCorrection) -> dict[str, object]:
     }
 
 
-def _kind(device: DeviceInfo) -> str:
-    return f"{device.device}, emulated" if device.emulated else device.device
+def _kind(device: DeviceInfo, *, host: bool) -> str:
+    where = f"{device.device} on {device.host}" if host or device.host != LOCAL_HOST else device.device
+    return f"{where}, emulated" if device.emulated else where
 
 
 def _compare(loop: TrainingLoop) -> PlanComparison | IslandsComparison | None:
@@ -172,9 +175,8 @@ def _compare(loop: TrainingLoop) -> PlanComparison | IslandsComparison | None:
     if not loop.planned or trainer.plan is None or not steps:
         return None
     exact, events = trainer.predicted_memory(*loop.data.example(size)), trainer.events()
-    hosts = [device.host for device in trainer.pool.devices]
     if not trainer.island_plans:
-        return compare(trainer.plan, events, loop.peak_bytes, hosts=hosts, batch=size, steps=steps, exact=exact)
+        return compare(trainer.plan, events, loop.peak_bytes, batch=size, steps=steps, exact=exact)
     prediction, outer = trainer.predicted_islands(), loop.config.outer
     if prediction is None or outer is None:
         return None
@@ -182,7 +184,7 @@ def _compare(loop: TrainingLoop) -> PlanComparison | IslandsComparison | None:
     for plan in trainer.island_plans:
         own = [event for event in events if event.worker in plan.devices]
         batch = plan.predicted.batch if plan.predicted is not None else size
-        islands.append(compare(plan, own, loop.peak_bytes, hosts=hosts, batch=batch, steps=steps, exact=exact))
+        islands.append(compare(plan, own, loop.peak_bytes, batch=batch, steps=steps, exact=exact))
     sums_s = trainer.island_sums_s
     return compare_islands(prediction, islands, events, sums_s, every=outer.every, steps=steps)
 
@@ -198,15 +200,13 @@ def _no_figures() -> str | None:
 
 def _draw(loop: TrainingLoop, pool: Pool, expected: Simulation | None) -> None:
     events, plan = loop.trainer.events(), loop.trainer.plan
-    hosts = [device.host for device in pool.devices]
-    step = typical_step(events, set(loop.full_steps), hosts=hosts)
+    step = typical_step(events, set(loop.full_steps))
     if step is None or plan is None:
         return
     draw_measured(
         events,
         loop.folder.schedule,
         step,
-        hosts=hosts,
         title=plan.describe(),
         emulated=[device.number for device in pool.devices if device.emulated],
         simulation=expected,

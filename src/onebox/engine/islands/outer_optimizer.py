@@ -691,7 +691,7 @@ class OuterOptimizer:
         def take(answers: list[WorkerReply]) -> None:
             spans = [span for own, answer in zip(labels, answers, strict=True) if (span := _sums_ns(own, answer))]
             reported = {
-                worker: (own, answer.times_ns, answer.used_bytes)
+                worker: (own, answer.own_times_ns, answer.used_bytes)
                 for worker, own, answer in zip(workers, labels, answers, strict=True)
             }
             carried = {

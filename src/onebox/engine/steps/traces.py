@@ -34,7 +34,7 @@ def step_trace(
         beside: Bytes of each worker that belonged to no step then.
     """
     traced = {
-        worker: (routine.labels, answer.times_ns, tuple(used - beside[worker] for used in answer.used_bytes))
+        worker: (routine.labels, answer.own_times_ns, tuple(used - beside[worker] for used in answer.used_bytes))
         for (worker, routine), answer in zip(compiled.of(window).items(), answers, strict=True)
     }
     traffic = {

@@ -28,12 +28,14 @@ from onebox.pool.client.pending import PendingReplies
 from onebox.pool.client.relay import Relay
 from onebox.pool.client.relay_routes import RelayRoutes
 from onebox.pool.client.socket_poller import SocketPoller, Source
+from onebox.pool.discovery import LOCAL_HOST
 from onebox.pool.errors import AFTERWARDS, WorkerLocation, fail
 from onebox.pool.liveness import Liveness
 from onebox.portable import Wakeup
 from onebox.wire import KeyPair, Restarted, check_frames, decode_worker_message, encode
 from onebox.wire.protocol.requests import Envelope, Instruction
 from onebox.wire.protocol.responses import (
+    ClockReading,
     Contribution,
     Heartbeat,
     Hello,
@@ -503,13 +505,19 @@ class ClientLoop:
                 size_bytes = sum(len(frame) for frame in frames)
                 self.received_bytes[worker] = self.received_bytes.get(worker, 0) + size_bytes
                 traffic = self._groups.traffic(worker, message.traffic)
-                self._pending.reply(connection.place, message, frames, time.monotonic(), traffic)
+                clock_ns = connection.clock.offset_ns
+                self._pending.reply(connection.place, message, frames, time.monotonic(), traffic, clock_ns)
             case Heartbeat():
                 connection.heartbeat_seen = True
                 connection.complete_hello()
                 if connection.hello.done():
                     self._liveness.beat(worker, time.monotonic(), message.stalled_s, message.doing)
                     self.executed[worker] = message.executed
+                if connection.place.host != LOCAL_HOST:  # workers of this machine have its clock
+                    connection.ask_clock()
+            case ClockReading():
+                now_ns = time.monotonic_ns()
+                connection.clock.answer(asked_ns=message.asked_ns, read_ns=message.read_ns, now_ns=now_ns)
             case Left():
                 if self._groups.may_leave(worker, message.group):
                     self._end_relay(message.group)

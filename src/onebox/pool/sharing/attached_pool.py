@@ -206,9 +206,8 @@ class _ParentConnection:
         elif response.group:
             future.set_result(response.group)
         else:
-            future.set_result(
-                WorkerReply(response.results, frames, response.times_ns, response.used_bytes, response.traffic)
-            )
+            about = response.times_ns, response.used_bytes, response.traffic, response.clock_ns
+            future.set_result(WorkerReply(response.results, frames, *about))
 
     def _give_up(self, error: OneboxError) -> None:
         with self._lock:

@@ -15,7 +15,7 @@ from onebox.wire.protocol.groups import FormGroup, LeaveGroup, Reduced, Rendezvo
 from onebox.wire.protocol.instructions import GroupDelays, Options, Step
 from onebox.wire.protocol.snapshots import SlotInstruction, StateEntry
 
-PROTOCOL = 17
+PROTOCOL = 18
 """Version of everything in this file, in ``steps.py``, ``program.py`` and ``state.py``; both sides must agree."""
 
 
@@ -154,6 +154,16 @@ class FreeRange(Message, frozen=True, tag="free-range"):
     end: int
 
 
+class ReadClock(Message, frozen=True, tag="clock"):
+    """Reply at once with :class:`~onebox.wire.protocol.responses.ClockReading`; sent beside the queue.
+
+    Args:
+        asked_ns: The client's monotonic clock; the reply repeats it.
+    """
+
+    asked_ns: int
+
+
 class Shutdown(Message, frozen=True, tag="bye"):
     """End the worker."""
 
@@ -173,6 +183,7 @@ Instruction = (
     | Rendezvous
     | Reduced
     | TicketCancelled
+    | ReadClock
     | Shutdown
 )
 
