@@ -26,6 +26,7 @@ from onebox.report import (
 )
 from onebox.report.figures.memory_figure import draw_memory, measured_rows
 from onebox.report.figures.step_figure import draw_measured
+from onebox.report.run.metrics import VERSION
 from onebox.report.tables.memory import compare_memory
 
 _CONTENTS = {
@@ -258,6 +259,7 @@ def _summary(loop: TrainingLoop, pool: Pool, found: PlanComparison | IslandsComp
     last, account, plan = loop.standing.last, loop.account, loop.trainer.plan
     memory = dict(zip(pool.present, loop.trainer.memory(), strict=True))
     return {
+        "version": VERSION,
         "model": loop.config.model,
         "data": loop.config.data,
         "epochs": loop.config.epochs,

@@ -25,6 +25,7 @@ from onebox.errors import CheckpointError, OneboxError
 from onebox.feed import Data, Feed, Position
 from onebox.plan import Plan
 from onebox.report import MetricsLog, Progress, RunFolder, epoch_line
+from onebox.report.run.metrics import VERSION
 from onebox.stop_signals import StopSignals
 
 _T = TypeVar("_T")
@@ -180,6 +181,8 @@ class TrainingLoop:
             OneboxError: A step failed.
         """
         self.trainer.wall.take()  # from here on
+        if self.standing.position.epoch < self.config.epochs:
+            self._write({"event": "begin", "version": VERSION, "step": self.trainer.steps_done})
         while self.standing.position.epoch < self.config.epochs and not self.stopped:
             self._epoch(self.standing)
             self.stopped = self.stop.requested and self.standing.position.epoch < self.config.epochs

@@ -15,6 +15,9 @@ from onebox.errors import UsageError
 from onebox.files import put_file
 from onebox.report.run.json_files import to_json
 
+VERSION = 2
+"""Version of the records of a run, and of its summary; those of version 1 have no account and do not name theirs."""
+
 _WAITING_BYTES = 16 << 20
 """Limit of buffered lines that cannot be written; later lines are lost."""
 
