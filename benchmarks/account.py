@@ -121,11 +121,10 @@ def epoch(pool: onebox.Pool, steps: int, *, feed: Callable[[], None] = lambda: N
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     inputs, targets = torch.randn(2048, 4), torch.randint(0, 10, (2048,))
     saved_s = 0.0
+    settings = {"pool": pool, "plan": onebox.DataParallel(shares="equal"), "recovery": None}
     with (
         tempfile.TemporaryDirectory() as folder,
-        onebox.Trainer(
-            model, nn.functional.cross_entropy, optimizer, pool=pool, plan=onebox.DataParallel(), recovery=None
-        ) as trainer,
+        onebox.Trainer(model, nn.functional.cross_entropy, optimizer, **settings) as trainer,
     ):
         for _ in range(3):  # the first steps are slower
             trainer.step(inputs, targets).item()

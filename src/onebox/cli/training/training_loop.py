@@ -19,7 +19,8 @@ from onebox.engine import StepLoss, Trainer
 from onebox.engine.adaptive.controller import AppliedDecision
 from onebox.engine.data.prefetch import UploadedBatch
 from onebox.engine.recovery.policy import RecoveryRecord
-from onebox.engine.steps.account import FEED, Account, joined
+from onebox.engine.state.background_save import BackgroundSave
+from onebox.engine.steps.account import FEED, SAVING, Account, joined
 from onebox.engine.steps.link_use import LinkUse, use_since
 from onebox.errors import CheckpointError, OneboxError
 from onebox.feed import Data, Feed, Position
@@ -154,6 +155,7 @@ class TrainingLoop:
     _pending: deque[tuple[int, StepLoss, int]] = field(default_factory=deque)
     _loss_sum: float = 0.0
     _counted: int = 0
+    _saving: tuple[int, BackgroundSave] | None = None
     _saved_s: float = field(default_factory=time.monotonic)
     _stories: int = 0
     _changes: int = 0
@@ -183,9 +185,16 @@ class TrainingLoop:
         self.trainer.wall.take()  # from here on
         if self.standing.position.epoch < self.config.epochs:
             self._write({"event": "begin", "version": VERSION, "step": self.trainer.steps_done})
-        while self.standing.position.epoch < self.config.epochs and not self.stopped:
-            self._epoch(self.standing)
-            self.stopped = self.stop.requested and self.standing.position.epoch < self.config.epochs
+        try:
+            while self.standing.position.epoch < self.config.epochs and not self.stopped:
+                self._epoch(self.standing)
+                self.stopped = self.stop.requested and self.standing.position.epoch < self.config.epochs
+        except BaseException:
+            if self._saving is not None and self._saving[1].done:  # to name the last checkpoint
+                self._end_save()
+            raise
+        self._end_save()
+        self.account = joined([self.account, self.trainer.wall.take()])
 
     def _epoch(self, begin: RunProgress) -> None:
         """Train an epoch from where it was left, test, and save; on a signal, only save."""
@@ -222,6 +231,7 @@ class TrainingLoop:
         """
         if here.position != self.standing.position:  # else the run was resumed from that save
             self._save_within(here)
+        self._end_save()
         self.trainer.synchronize()
         return self.saved.name if self.saved is not None and self.unsaved is None else None
 
@@ -345,15 +355,33 @@ class TrainingLoop:
         if not self.computes:
             self.standing = standing
             return
-        self.standing, self.unsaved, self._saved_s = standing, None, time.monotonic()
+        self._end_save()
+        self.standing, self._saved_s = standing, time.monotonic()
         try:
-            self.saved = self.trainer.save(self.folder.checkpoint, extra=standing.to_extra())
+            self._saving = (
+                self.trainer.steps_done,
+                self.trainer.begin_save(self.folder.checkpoint, extra=standing.to_extra()),
+            )
         except CheckpointError as error:
-            self.unsaved = error
-            step = self.trainer.steps_done
-            self.progress.note(f"no checkpoint of step {step}: {error}; training goes on until the next one is due")
-            self._write({"event": "unsaved", "step": step, "error": str(error)})
+            self._note_unsaved(self.trainer.steps_done, error)
         self._tell_news()
+
+    def _end_save(self) -> None:
+        """Wait for the checkpoint that is being written."""
+        if self._saving is None:
+            return
+        (step, save), self._saving = self._saving, None
+        try:
+            with self.trainer.wall.during(SAVING):
+                self.saved = save.result()
+            self.unsaved = None
+        except CheckpointError as error:
+            self._note_unsaved(step, error)
+
+    def _note_unsaved(self, step: int, error: CheckpointError) -> None:
+        self.unsaved = error
+        self.progress.note(f"no checkpoint of step {step}: {error}; training goes on until the next one is due")
+        self._write({"event": "unsaved", "step": step, "error": str(error)})
 
     def _tell_news(self) -> None:
         """Record recoveries and decisions since the last call; the trainer has logged them."""
