@@ -2,8 +2,9 @@
 
 Two hosts on one machine, in network namespaces, each with an agent; the monotonic clock of one is a day ahead. Delays
 are injected one at a time: a host whose link has 50 Mbit/s, a feed that is late, checkpoints that travel to the client
-at 50 Mbit/s, and a device at half of its speed. Each has to appear in its own share of the account; what that should be
-follows from the delay or, for the link and the slow device, from the time without it. It takes root, ``ip`` and ``tc``.
+at 50 Mbit/s, at once and aside, and a device at half of its speed. Each has to appear in its own share of the account;
+what that should be follows from the delay or, for the link and the slow device, from the time without it. It takes
+root, ``ip`` and ``tc``.
 """
 
 from __future__ import annotations
@@ -70,6 +71,9 @@ def main() -> None:
             f"{key}_not_attributed": round(100 * lost, 2),
             f"{key}_sum": round(sum(account.shares.values()), 9),
         }
+    seconds = {name: epoch.account.seconds for name, (epoch, *_) in found.items()}
+    result["saving_over_none"] = round(seconds["saving"] / seconds["none"], 3)
+    result["saving_aside_over_none"] = round(seconds["saving aside"] / seconds["none"], 3)
     result["timeline_s"] = round(max(epoch.timeline_s for epoch, *_ in found.values()), 3)
     show(
         f"Epochs of {options.steps} steps with one delay each; the clock of one host is a day ahead",
@@ -95,6 +99,7 @@ def measured(fleet: Fleet, network: Network, steps: int) -> dict[str, tuple[Epoc
         late = epoch(pool, steps, feed=lambda: time.sleep(LATE_S))
         with limited(network["client"]):
             saved = epoch(pool, steps, saves=True)
+            aside = epoch(pool, steps, saves=True, aside=True)
     with onebox.open("cpu,cpu", threads=1) as pool:
         even = epoch(pool, steps)
     with onebox.open("cpu,cpu@0.5", threads=1) as pool:
@@ -109,12 +114,20 @@ def measured(fleet: Fleet, network: Network, steps: int) -> dict[str, tuple[Epoc
         "link": (slow, links, (carried_s + slow_s - before_s) / slow_s),
         "feed": (late, [FEED], steps * LATE_S / late.account.seconds),
         "saving": (saved, [SAVING], saved.saved_s / saved.account.seconds),
+        "saving aside": (aside, [SAVING], aside.saved_s / aside.account.seconds),
         # the slow device computes for longer, and the other one waits for it: half of both devices' time
         "slow device": (uneven, slow_one, (waited_s + more_s / 2) / uneven.account.seconds),
     }
 
 
-def epoch(pool: onebox.Pool, steps: int, *, feed: Callable[[], None] = lambda: None, saves: bool = False) -> Epoch:
+def epoch(
+    pool: onebox.Pool,
+    steps: int,
+    *,
+    feed: Callable[[], None] = lambda: None,
+    saves: bool = False,
+    aside: bool = False,
+) -> Epoch:
     """Train an epoch of data parallel steps, each of which is waited for; return its account."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10))
@@ -136,7 +149,7 @@ def epoch(pool: onebox.Pool, steps: int, *, feed: Callable[[], None] = lambda: N
             if saves and step % 5 == 4:
                 trainer.wait()
                 begun_s = time.monotonic()
-                trainer.save(folder)
+                (trainer.begin_save if aside else trainer.save)(folder)
                 saved_s += time.monotonic() - begun_s
         account = trainer.wall.take()
         events = [event for event in trainer.events() if event.step >= 3]
