@@ -96,6 +96,10 @@ TARGETS: dict[str, list[Target]] = {
     "operator_fuzz": _most(crashes=0, canaries_changed=0, foreign_reads=0),
     "simd": [],
     "links": _least(gb_s_one_way_ratio_10g=0.6, gb_s_summed_ratio_10g=0.6),
+    "account": [
+        *_most(link_points=5, feed_points=5, saving_points=5, slow_device_points=5),
+        *_most(none_not_attributed=3, link_not_attributed=3, saving_aside_over_none=1.5),
+    ],
     "slow_links": _most(after_drop_over_best=1.1),
     "launchers": _most(failed=0, planned_over_dataparallel_uneven=0.7),
     "finetune": _most(peak_over_budget=1.0, loss_error=1e-10),

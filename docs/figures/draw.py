@@ -123,12 +123,11 @@ def record_step() -> dict[str, Any]:
         _, simulation = predict(planned.problem, planned.plan)
         budgets = {device.number: device.memory_bytes for device in pool.devices}
         rows = measured_rows(curves, events, STEPS - 1, budgets)
-        hosts = [device.host for device in pool.devices]
         emulated = tuple(device.number for device in pool.devices if device.emulated)
     return {
         "plan": planned.plan.describe(),
         "predicted": simulated_chart(simulation),
-        "measured": measured_chart(events, STEPS - 1, hosts=hosts),
+        "measured": measured_chart(events, STEPS - 1),
         "memory": rows,
         "emulated": emulated,
     }

@@ -16,7 +16,7 @@ from onebox.report.page import PageServer, serve_page
 from onebox.report.page.recorded_run import RecordedRun
 from onebox.report.page.state import Island, PageState
 from tests.browser.conftest import PHONE, WIDE, serious, until
-from tests.unit.report.steps import ONE_HOST, as_measured, foreseen, plan
+from tests.unit.report.steps import as_measured, foreseen, plan
 
 EVIL = '<img src=x onerror="window.evil = 1"><script>window.evil = 1</script>'
 DEVICES = tuple(
@@ -52,7 +52,7 @@ def run(tmp_path: Path) -> Path:
     msgspec.structs.replace(status, plan=which).write(tmp_path / "status.json")
     events = as_measured(simulation, 0, factor=1.1)
     timeline_of(events, NAMES).write(tmp_path / "timeline.json")
-    comparison = compare(which, events, {}, hosts=ONE_HOST, batch=8).to_data()
+    comparison = compare(which, events, {}, batch=8).to_data()
     devices = [
         {**msgspec.to_builtins(msgspec.structs.asdict(each)), "peak_bytes": (n + 1) << 30}
         for n, each in enumerate(status.devices)

@@ -71,13 +71,16 @@ class Host:
         self.name = name
         self.space = space
         self.address = address
+        self.ahead_s = 0
+        """How far the monotonic clock of processes that it starts is ahead of this machine's, in a time namespace."""
         self._switch = switch
         self._port = port
 
     def command(self, *command: str) -> list[str]:
         """Return a command that runs another one on this host; the process stays the same from one to the other."""
         named = 'hostname "$0" && exec "$@"'
-        return ["ip", "netns", "exec", self.space, "unshare", "--uts", "sh", "-c", named, self.name, *command]
+        clock = ["--time", "--monotonic", str(self.ahead_s)] if self.ahead_s else []
+        return ["ip", "netns", "exec", self.space, "unshare", "--uts", *clock, "sh", "-c", named, self.name, *command]
 
     def start(
         self, *command: str, env: Mapping[str, str] | None = None, output: Path | None = None

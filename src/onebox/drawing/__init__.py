@@ -6,7 +6,7 @@ level can show what they have. Matplotlib is imported when the first figure is m
 
 from onebox.drawing import notebook
 from onebox.drawing.memory_chart import MemoryRow, Moment, memory_figure
-from onebox.drawing.step_chart import Bar, StepChart, host_starts, lanes, step_figure
+from onebox.drawing.step_chart import Bar, StepChart, lanes, step_figure
 from onebox.drawing.style import check_suffix, save
 from onebox.drawing.topology_chart import Place, PlaceDevice, PlaceLink, topology_figure
 
@@ -19,7 +19,6 @@ __all__ = [
     "PlaceLink",
     "StepChart",
     "check_suffix",
-    "host_starts",
     "lanes",
     "memory_figure",
     "notebook",

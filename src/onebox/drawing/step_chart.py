@@ -145,21 +145,6 @@ def lanes(spans: Iterable[T], times: Callable[[T], tuple[float, float]]) -> list
     return found
 
 
-def host_starts(times_ns: Iterable[tuple[str, int]]) -> dict[str, int]:
-    """Return the earliest time on each host.
-
-    Hosts have clocks of their own, which nothing aligns: what several of them do in a step is compared and drawn by the
-    time since the first of each.
-
-    Args:
-        times_ns: Hosts and times on their clocks.
-    """
-    starts: dict[str, int] = {}
-    for host, time_ns in times_ns:
-        starts[host] = min(starts.get(host, time_ns), time_ns)
-    return starts
-
-
 def shade(kind: str, stage: int | None, stages: int) -> tuple[float, float, float]:
     """Return the colour of a bar: full for the first stage, lightest for the last."""
     return tint(COLOURS[kind], 0.0 if stage is None or stages < 2 else _LIGHTEST * stage / (stages - 1))

@@ -34,6 +34,7 @@ from onebox.engine.recovery.snapshot_schedule import SnapshotScheduler
 from onebox.engine.state.remote import RemoteState
 from onebox.engine.state.snapshot_layout import SnapshotLayout
 from onebox.engine.state.transfer import StateChanges, StateTransfer
+from onebox.engine.steps.account import PLANNING, RECOVERING, STEPS
 from onebox.engine.steps.evaluation import evaluate
 from onebox.engine.steps.launch import LaunchedStep, PreparedStep, StepRequest, StepSettings
 from onebox.engine.steps.link_use import LinkEvent, LinkUse, link_events, used_links
@@ -42,6 +43,7 @@ from onebox.engine.steps.observer import EndedStep, StepObserver
 from onebox.engine.steps.overlap_scheduler import OverlapScheduler
 from onebox.engine.steps.results import Evaluation, StepLoss, StepValues, TraceEvent, step_values
 from onebox.engine.steps.traces import StepTraces, step_trace
+from onebox.engine.steps.wall_time import WallTime
 from onebox.engine.workload.batch import Batch
 from onebox.engine.workload.captures import Captures
 from onebox.engine.workload.parameter_groups import options_of, require_training
@@ -83,6 +85,7 @@ class TrainingSession:
         saved: Path of its checkpoint.
         beside: Returns the further state of each worker.
         workers: The workers that it uses; ``None`` for those of the whole pool.
+        wall: The account of the run's wall time; ``None`` for one of its own.
     """
 
     def __init__(
@@ -101,10 +104,12 @@ class TrainingSession:
         saved: Path | None = None,
         beside: BytesBeside = no_bytes_beside,
         workers: Sequence[int] | None = None,
+        wall: WallTime | None = None,
     ) -> None:
         self.steps_done = step
         self.failed_steps = 0
         """Steps among these that failed and changed nothing."""
+        self.wall = wall or WallTime(pool.devices)
         self.plan: Plan | None = None
         self.captures = captures
         self.uploads = uploads
@@ -112,7 +117,7 @@ class TrainingSession:
         self._remote = remote
         self.transfer = StateTransfer(pool, remote)
         self.examples = RepresentativeBatches()
-        self.traces = StepTraces(settings.trace, uploads.beside_bytes)
+        self.traces = StepTraces(settings.trace, uploads.beside_bytes, self.wall.add)
         self.overlap = OverlapScheduler(pool, remote, settings, self.traces.draining)
         self.snapshots = (
             SnapshotScheduler(pool, remote, self.overlap, step=step, every=recovery.snapshot_every)
@@ -164,7 +169,7 @@ class TrainingSession:
             max_norm=settings.max_norm,
             beside=beside,
         )
-        observers = self.snapshots, self.recovery, self.traces, self.adaptive, self.overlap, self.first_steps
+        observers = self.wall, self.snapshots, self.recovery, self.traces, self.adaptive, self.overlap, self.first_steps
         self._observers: list[StepObserver] = [each for each in observers if each is not None]
 
     def _adaptive_controller(self, pool: Pool) -> AdaptiveController:
@@ -202,18 +207,20 @@ class TrainingSession:
         batch = self.captures.stamped(batch)
         parcel = None if uploaded is None else self.uploads.claim(uploaded)
         number = self.steps_done
-        prepared = self.recovery.run(lambda: self._prepare(batch, number))
+        with self.wall.during(PLANNING):
+            prepared = self.recovery.run(lambda: self._prepare(batch, number))
         try:
             self.wait(self._most_in_flight - 1)
         except OperatorError as error:
             error.add_note(f"It is of an earlier step than {number}, whose batch has not been used: call step() again.")
             raise
-        if self.adaptive is not None:
-            self.adaptive.between_steps(under_way=self._under_way)
-        if self.recovery.ready and (self._pool.returning or self._away - self._pool.gone):
-            self._take_back()
-        if prepared.installed is not self._ready:  # another plan has taken over, or a recovery installed one
-            prepared = self.recovery.run(lambda: self._prepare(batch, number))
+        with self.wall.during(PLANNING):
+            if self.adaptive is not None:
+                self.adaptive.between_steps(under_way=self._under_way)
+            if self.recovery.ready and (self._pool.returning or self._away - self._pool.gone):
+                self._take_back()
+            if prepared.installed is not self._ready:  # another plan has taken over, or a recovery installed one
+                prepared = self.recovery.run(lambda: self._prepare(batch, number))
         result = StepLoss(number, self._retry, self.drain)
         work = StepRequest(
             number=number,
@@ -239,11 +246,12 @@ class TrainingSession:
 
     def _retry(self, action: Callable[[], StepValues]) -> StepValues:
         """Read a step's values, again after each recovery."""
-        try:
-            return self.recovery.run(action, void=True)
-        except OperatorError as error:
-            self.failed_steps += error.kept
-            raise
+        with self.wall.during(STEPS):
+            try:
+                return self.recovery.run(action, void=True)
+            except OperatorError as error:
+                self.failed_steps += error.kept
+                raise
 
     def _prepare(self, batch: Batch, number: int) -> PreparedStep:
         """Look up all that a step needs, and refuse a batch whose loss is not the mean over its micro-batches."""
@@ -432,8 +440,9 @@ class TrainingSession:
     def evaluation(self, batch: Batch) -> CompiledStep:
         """Return the evaluation routines for a batch, installed on the workers."""
         batch = self.captures.stamped(batch)
-        installed = self.set_up(batch, steps=False)
-        compiled = installed.evaluation(batch, stepped=self.steps_done > 0)
+        with self.wall.during(PLANNING):
+            installed = self.set_up(batch, steps=False)
+            compiled = installed.evaluation(batch, stepped=self.steps_done > 0)
         self.examples.add(batch, steps=False)
         self._means.require(batch, compiled.micro_batches, train=False)
         if self._means.due(batch, compiled.micro_batches, train=False):
@@ -680,6 +689,10 @@ class TrainingSession:
         _LOG.warning("back before step %d: device %s%s%s", self.steps_done, named, after, note)
 
     # ---- recovery
+
+    def recovering(self) -> AbstractContextManager[None]:
+        """Count the time of the context as that of a recovery."""
+        return self.wall.during(RECOVERING)
 
     def rebuild(self, copies: SnapshotLayout | None, lost: Collection[int]) -> str | None:
         """Restore a state on the workers; see :class:`~onebox.engine.recovery.manager.RecoverableRun`."""

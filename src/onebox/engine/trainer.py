@@ -43,7 +43,8 @@ from onebox.engine.planning.make_plan import PlanningResult, known_pool_links
 from onebox.engine.planning.resolve_plan import ALLOWED_PLANS, PlanRequest, default_plan
 from onebox.engine.recovery.policy import RecoveryRecord
 from onebox.engine.session import TrainingSession
-from onebox.engine.state.checkpoint_files import IslandsEntry, find_save, read, write
+from onebox.engine.state.background_save import BackgroundSave
+from onebox.engine.state.checkpoint_files import CheckpointContents, IslandsEntry, find_save, read, write
 from onebox.engine.state.checkpoint_restore import (
     ResumePoint,
     Stored,
@@ -57,18 +58,20 @@ from onebox.engine.state.checkpoint_restore import (
 )
 from onebox.engine.state.remote import RemoteState
 from onebox.engine.state.weight_files import first_values
+from onebox.engine.steps.account import EVALUATING, SAVING
 from onebox.engine.steps.launch import StepSettings
 from onebox.engine.steps.link_use import LinkEvent, LinkUse
 from onebox.engine.steps.observer import StepObserver
 from onebox.engine.steps.overlap_scheduler import with_staleness
 from onebox.engine.steps.results import Evaluation, StepLoss, TraceEvent
 from onebox.engine.steps.step_chart import measured_chart
+from onebox.engine.steps.wall_time import WallTime
 from onebox.engine.workload.batch import Batch, as_batch, as_pair
 from onebox.engine.workload.captures import Captures, CaptureSpec, target_type
 from onebox.engine.workload.loss_reduction import LossReduction, check_reduction, reduction_name
 from onebox.engine.workload.named_state import OptimizerEntries, named_state
 from onebox.engine.workload.parameter_groups import Optimizers, mark_stepped
-from onebox.errors import PoolError, UsageError
+from onebox.errors import DeviceMemoryError, PoolError, UsageError
 from onebox.graph import Loss, Metrics, Precision
 from onebox.graph.capture.on_device_transform import OnDevice
 from onebox.graph.capture.transparent_contexts import refuse_saved_tensors_hooks
@@ -179,6 +182,9 @@ class Trainer:
         ...         assert loss.item() >= 0
         ...         trainer.pull()
     """
+
+    _saving: BackgroundSave | None = None
+    """The save that is under way, if there is one."""
 
     @entry
     def __init__(
@@ -526,7 +532,8 @@ class Trainer:
         if chosen_later and isinstance(run, TrainingSession) and run.plan is None:
             run.adopt(request.provisional(self.pool))
             self._provisional = run
-        return self._run.evaluate((self._batch(*as_pair(item)) for item in users(batches)), list(self._metrics))
+        with self.wall.during(EVALUATING):
+            return self._run.evaluate((self._batch(*as_pair(item)) for item in users(batches)), list(self._metrics))
 
     # ---- observation
 
@@ -546,11 +553,15 @@ class Trainer:
         rows = [(name, count) for name, count in counts.items() if count or name == "steps"]
         events = self._run.newest_events()
         done = max((event.step for event in events if event.track == "compute"), default=None)
-        hosts = [device.host for device in self.pool.devices]
-        svg = "" if done is None else notebook.step_svg(measured_chart(events, done, hosts=hosts))
+        svg = "" if done is None else notebook.step_svg(measured_chart(events, done))
         stages = "" if plan is None else plan.stages_html()
         title = f"Trainer of {type(self.model).__name__} on {len(self.pool)} devices"
         return notebook.card(title, notebook.text(told), notebook.table((), rows), stages, svg)
+
+    @property
+    def wall(self) -> WallTime:
+        """The account of the run's wall time."""
+        return self._run.wall
 
     @property
     def steps_done(self) -> int:
@@ -813,7 +824,49 @@ class Trainer:
             CheckpointError: It could not be written.
             OneboxError: A step failed.
         """
+        return self._save(Path(path), extra, keep, aside=False).result()
+
+    def begin_save(
+        self, path: str | Path, *, extra: Mapping[str, Any] | None = None, keep: int | None = 2
+    ) -> BackgroundSave:
+        """Begin to write a checkpoint of the present state, while training goes on.
+
+        The workers copy their parts within their own memory; these are fetched and written meanwhile. An earlier save
+        that is under way is waited for, and so is this one by the next call, and by :meth:`close`. Workers without room
+        for a copy, and islands, are saved before this returns.
+
+        Args:
+            path: As for :meth:`save`.
+            extra: Likewise.
+            keep: Likewise.
+
+        Returns:
+            The save. If nobody has asked for its result, the next call and :meth:`close` raise the error with which it
+                has failed.
+
+        Raises:
+            CheckpointError: An earlier save could not be written.
+            OneboxError: A step failed.
+
+        Example:
+            >>> import tempfile, torch, onebox
+            >>> model = torch.nn.Linear(4, 1)
+            >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            >>> with tempfile.TemporaryDirectory() as folder, onebox.open("cpu") as pool, onebox.Trainer(
+            ...     model, torch.nn.functional.mse_loss, optimizer, pool=pool
+            ... ) as trainer:
+            ...     loss = trainer.step(torch.ones(8, 4), torch.zeros(8, 1))
+            ...     save = trainer.begin_save(folder)
+            ...     loss = trainer.step(torch.ones(8, 4), torch.zeros(8, 1))
+            ...     save.result().name
+            'step-00000001'
+        """
+        return self._save(Path(path), extra, keep, aside=True)
+
+    def _save(self, path: Path, extra: Mapping[str, Any] | None, keep: int | None, *, aside: bool) -> BackgroundSave:
+        """Write a checkpoint, now or aside."""
         self._require_open()
+        self._end_save()
         self._client.bring()
         self.wait()
         run, identity = self._run, secrets.token_hex(16)
@@ -833,19 +886,40 @@ class Trainer:
             "parent": self._saves.get(Path(path).resolve()),
         }
 
-        def written() -> Path:
+        def taken(frozen: bool) -> CheckpointContents:
             plan = self.plan or self._planned
             islands, transfer = None, run.transfer
             if isinstance(run, IslandsSession):
                 islands, transfer = run.entry(), run.whole_transfer
-            found = contents(self._remote, transfer, plan=plan, islands=islands, **settings)
-            return write(Path(path), found, keep=keep)
+            return contents(self._remote, transfer, plan=plan, islands=islands, frozen=frozen, **settings)
 
-        saved = run.recovery.run(written)
-        self._saves[_folder_of(saved)] = identity
-        run.recovery.saved(saved)
+        def keep_note(saved: Path) -> None:
+            self._saves[_folder_of(saved)] = identity
+            run.recovery.saved(saved)
+
+        with self.wall.during(SAVING):
+            if aside and not isinstance(run, IslandsSession):
+                with contextlib.suppress(DeviceMemoryError):  # there is no room for a copy
+                    found = run.recovery.run(lambda: taken(True))
+                    thaw = functools.partial(run.transfer.thaw, found.slots)
+                    self._saving = BackgroundSave(lambda: write(path, found, keep=keep), keep_note, thaw, path=path)
+                    self._client.kept()
+                    return self._saving
+            saved = run.recovery.run(lambda: write(path, taken(False), keep=keep))
+        keep_note(saved)
         self._client.kept()
-        return saved
+        return BackgroundSave.ended(saved)
+
+    def _end_save(self) -> None:
+        """Wait for the save that is under way.
+
+        Raises:
+            CheckpointError: It could not be written, and nobody has asked for its result.
+        """
+        save, self._saving = self._saving, None
+        if save is not None:
+            with self.wall.during(SAVING):
+                save.end()
 
     @classmethod
     def resume(
@@ -935,9 +1009,12 @@ class Trainer:
     def close(self) -> None:
         """Free everything that the trainer holds on the pool; the pool stays open. Idempotent.
 
-        If there was no step since the last :meth:`pull`, the optimizer's state is downloaded first. Steps whose weights
-        were neither pulled nor saved are lost, and the log says so, as it does for a step that failed and whose loss
-        was not read.
+        If there was no step since the last :meth:`pull`, the optimizer's state is downloaded first. A save that
+        is under way is waited for. Steps whose weights were neither pulled nor saved are lost, and the log says so, as
+        it does for a step that failed and whose loss was not read.
+
+        Raises:
+            CheckpointError: The save could not be written, and nobody has asked for its result.
         """
         self._close(keep=True)
 
@@ -956,10 +1033,14 @@ class Trainer:
                 "step were" if lost == 1 else f"{lost} steps were",
             )
         self._closed = True
-        with contextlib.suppress(Exception):  # the pool may be broken, or closed before
-            self._client.release(keep=keep)
-        with contextlib.suppress(Exception):
-            self._run.close()
+        try:
+            if keep:
+                self._end_save()
+        finally:
+            with contextlib.suppress(Exception):  # the pool may be broken, or closed before
+                self._client.release(keep=keep)
+            with contextlib.suppress(Exception):
+                self._run.close()
 
     def _batch(self, inputs: Any, targets: Any = None, samples: Any = None) -> Batch:
         """Return a batch in the form used for training."""

@@ -224,15 +224,11 @@ class Feed:
         self._pending = position
         self.position = self._at(position.epoch, position.index, first)
 
-    def report(self, limit: str = "") -> str:
-        """Describe the bottleneck of the last epoch, the remedy, and the samples left out.
-
-        Args:
-            limit: What training waits for, if that is not its own computing, such as ``link lab1–lab2: 9.6 Mbit/s``.
-        """
+    def report(self) -> str:
+        """Describe the bottleneck of the feed in the last epoch, the remedy, and the samples left out."""
         if self._last is None:
             return "no batch has been asked for yet"
-        line = bottleneck_line(*self._last, self._cores or usable_cores(), limit)
+        line = bottleneck_line(*self._last, self._cores or usable_cores())
         return f"{line}; {self.skipped}" if self.skipped.in_epoch else line
 
     @property

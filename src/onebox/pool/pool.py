@@ -192,6 +192,12 @@ class Pool:
         return tuple(sent.get(worker, 0) for worker in range(len(self.devices)))
 
     @property
+    def received_bytes(self) -> tuple[int, ...]:
+        """Bytes of tensors received from each worker so far."""
+        received = self._client_loop.received_bytes
+        return tuple(received.get(worker, 0) for worker in range(len(self.devices)))
+
+    @property
     def broken(self) -> bool:
         """True when nothing can be posted, until the pool is recovered."""
         return self._client_loop.broken is not None

@@ -71,5 +71,5 @@ def metrics(run: Path) -> list[dict[str, Any]]:
     return [
         {key: value for key, value in record.items() if key not in ("samples_per_s", "time")}
         for record in records
-        if record["event"] != "feed"
+        if record["event"] not in ("begin", "feed", "account")
     ]

@@ -30,7 +30,8 @@ def test_it_says_what_it_does(undisturbed: Run) -> None:
     assert len(re.findall(r"^epoch \d/3  step \d+/69  loss", text, re.MULTILINE)) == 7
     results = re.findall(r"^epoch (\d)/3  loss .* test loss .* test accuracy .* samples/s$", text, re.MULTILINE)
     assert results == ["1", "2", "3"]
-    assert len(re.findall(r"^bound by (read|process|upload|compute) \(\d+ % busy\): .+$", text, re.MULTILINE)) == 3
+    assert len(re.findall(r"^\d+\.\d s: .*capture and planning \d+ %", text, re.MULTILINE)) == 2  # of it, of the run
+    assert len(re.findall(r"^\d+\.\d s: [a-z].+ \d+ %$", text, re.MULTILINE)) == EPOCHS + 1
     assert "run folder run" in text
 
 
@@ -74,6 +75,27 @@ def test_the_feed_of_each_epoch_is_on_record(undisturbed: Run) -> None:
         assert {stage["items"] for stage in record["stages"].values()} == {STEPS_PER_EPOCH}
         assert record["stages"]["read"]["bytes"] == 1442 * (64 + 8)
         assert record["skipped"] == 0
+
+
+def test_the_account_of_each_epoch_is_all_of_its_time(undisturbed: Run) -> None:
+    records = [json.loads(line) for line in (undisturbed.folder / "metrics.jsonl").read_text().splitlines()]
+    assert records[0]["event"] == "begin" and records[0]["version"] == 2
+    accounts = [record for record in records if record["event"] == "account"]
+    assert [(record["epoch"], record["step"], record["samples"]) for record in accounts] == [
+        (n + 1, STEPS_PER_EPOCH * (n + 1), 1442) for n in range(EPOCHS)
+    ]
+    summary = json.loads((undisturbed.folder / "summary.json").read_text())
+    known = r"computing|waiting for device [01]|transfers within localhost|feed|client|saving|evaluating|" + (
+        r"capture and planning|not attributed"
+    )
+    for shares in (*(record["shares"] for record in accounts), summary["account"]):
+        assert sum(shares.values()) == pytest.approx(1.0)
+        assert all(re.fullmatch(known, cause) for cause in shares), shares
+    assert {"computing", "evaluating", "capture and planning"} <= accounts[0]["shares"].keys()
+    assert summary["seconds"] >= sum(record["seconds"] for record in accounts) - 1e-6
+    epochs = [record for record in records if record["event"] == "epoch"]
+    assert [record["samples_per_s"] for record in epochs] == [record["samples_per_s"] for record in accounts]
+    assert all(record["text"] in undisturbed.done.stdout for record in accounts)
 
 
 def test_the_timeline_is_a_trace_whose_tracks_do_not_overlap(undisturbed: Run) -> None:

@@ -98,7 +98,7 @@ def test_all_flags_of_train() -> None:
         sync="client",
         shares="3,1",
         run=Path("there"),
-        save_every=5,
+        save_every="5",
         every=10,
         recover="on",
         snapshot_every=20,

@@ -21,9 +21,6 @@ from onebox.plan import (
 
 SEGMENTS = 6
 
-ONE_HOST = ("localhost",) * 16
-"""The hosts of the devices of these plans."""
-
 
 def problem(devices: int = 3, capacity_bytes: int | None = 1 << 20) -> Problem:
     """Return six segments in a chain, on devices whose forward takes 1 ms a sample, and each gradient as long."""

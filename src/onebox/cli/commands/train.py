@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import os
 import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -137,13 +136,12 @@ def _loop(
 
 
 def _run(loop: TrainingLoop, pool: Pool, console: OutputConsole, expected: Simulation | None) -> None:
-    began_s = time.monotonic()
     with _failures(loop):
         with loop.progress, loop.stop:
             _note_start(loop)
             loop.run()
         _end_if_stopped(loop)
-        found = write_outcome(loop, pool, seconds=time.monotonic() - began_s, expected=expected)
+        found = write_outcome(loop, pool, expected=expected)
     print_outcome(loop, console, found)
     if loop.unsaved is not None:
         raise Exit(FAILED, f"the run has ended, but its end is not saved: {loop.unsaved}\n  {_whereabouts(loop)}")

@@ -33,6 +33,7 @@ Seconds = Annotated[float | None, tyro.conf.arg(metavar="SECONDS", help_behavior
 Duration = Annotated[float, tyro.conf.arg(metavar="SECONDS")]
 IpAddress = Annotated[str, tyro.conf.arg(metavar="ADDRESS")]
 Concurrency = Annotated[str, tyro.conf.arg(metavar="INT|auto")]
+SaveEvery = Annotated[str | None, tyro.conf.arg(metavar="STEPS|TIME", help_behavior_hint="")]
 Shares = Annotated[str, tyro.conf.arg(metavar="auto|equal|measured|FLOAT,...")]
 Bytes = Annotated[str | None, tyro.conf.arg(metavar="BYTES", help_behavior_hint="")]
 File = Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")]

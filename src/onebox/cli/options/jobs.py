@@ -28,6 +28,7 @@ from onebox.cli.options.common import (
     OwnFunction,
     PlanFile,
     PoolOptions,
+    SaveEvery,
     Shares,
     at_least,
     check_model,
@@ -297,7 +298,8 @@ class TrainConfig(IslandsConfig):
         run: Folder of the run, new or empty; without it one under runs/.
         resume: Folder of an earlier run to continue, exactly from its checkpoint. Its settings are restored; --epochs
             and the flags that determine where and how it runs may be given again.
-        save_every: Also write a checkpoint every so many steps, not only at the end of each epoch.
+        save_every: Also write a checkpoint every so many steps, such as 500, or so often, such as every 10min, 90s or
+            2h; not only at the end of each epoch.
         stop_within: Seconds after Ctrl-C, SIGTERM or SIGHUP within which a checkpoint is saved before the run ends; a
             second Ctrl-C ends it at once, and 0 always.
         every: Steps between two lines of progress, where output is not a terminal.
@@ -351,7 +353,7 @@ class TrainConfig(IslandsConfig):
     shares: Shares = "auto"
     run: Folder = None
     resume: Folder = None
-    save_every: Int = None
+    save_every: SaveEvery = None
     stop_within: Duration = 20.0
     every: int = 20
     recover: Literal["auto", "on", "off"] = "auto"
@@ -367,8 +369,8 @@ class TrainConfig(IslandsConfig):
         super().__post_init__()
         check_page(page=self.page, port=self.page_port)
         _ = self.readers, self.processors
-        at_least(1, epochs=self.epochs, save_every=self.save_every, every=self.every)
-        _ = self.data_parallel, self.recovery, self.engine
+        at_least(1, epochs=self.epochs, every=self.every)
+        _ = self.data_parallel, self.recovery, self.engine, self.save_interval
         if self.snapshot_every is not None and self.recover == "off":
             raise UsageError(f"--snapshot-every {self.snapshot_every} is for runs that recover; --recover is off")
         positive(clip_grad_norm=self.clip_grad_norm)
@@ -425,6 +427,11 @@ class TrainConfig(IslandsConfig):
                 else "'': a plan file, auto, or data-parallel"
             )
             raise UsageError(f"--plan {self.plan} {what}".replace("  ", " "))
+
+    @property
+    def save_interval(self) -> SaveInterval | None:
+        """``save_every`` as steps or seconds."""
+        return None if self.save_every is None else parse_save_interval(self.save_every)
 
     @property
     def readers(self) -> int | Literal["auto"]:
@@ -593,6 +600,46 @@ class PlanConfig(IslandsConfig):
                 f"--schedules {self.schedules}: allowed are {', '.join(allowed)}, such as 1f1b,zb-h1{hint}"
             )
         return names
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveInterval:
+    """Distance of two checkpoints.
+
+    Args:
+        steps: In steps; 0 for one in seconds.
+        seconds: In seconds; 0 for one in steps.
+    """
+
+    steps: int = 0
+    seconds: float = 0.0
+
+    def due(self, step: int, since_s: float) -> bool:
+        """Return whether a checkpoint is due after a step, so many seconds after the last one."""
+        return step % self.steps == 0 if self.steps else since_s >= self.seconds
+
+
+_TIME_UNITS = {"s": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0}
+
+
+def parse_save_interval(text: str) -> SaveInterval:
+    """Turn ``500``, ``500 steps``, ``90s``, ``10min`` or ``2h`` into the distance of two checkpoints.
+
+    Raises:
+        UsageError: It is none.
+
+    Example:
+        >>> parse_save_interval("10min")
+        SaveInterval(steps=0, seconds=600.0)
+    """
+    match = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)\s*([a-z]*)", text.strip().lower(), re.ASCII)
+    number, unit = (match[1], match[2]) if match else ("0", "")
+    if unit in ("", "step", "steps") and number.isdigit() and int(number) > 0:
+        return SaveInterval(steps=int(number))
+    if unit in _TIME_UNITS and float(number) > 0:
+        return SaveInterval(seconds=float(number) * _TIME_UNITS[unit])
+    allowed = "allowed are steps from 1 up, such as 500, and times such as 90s, 10min or 2h"
+    raise UsageError(f"--save-every {text}: {allowed}")
 
 
 def _concurrency(flag: str, value: str) -> int | Literal["auto"]:

@@ -45,6 +45,8 @@ def read_config(folder: Path) -> TrainConfig:
         raise UsageError(f"--resume {folder}: {file} cannot be read: {error.strerror}") from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise UsageError(f"{file} is damaged, or no configuration of a run: {error}") from None
+    if isinstance(steps := values.get("save_every"), int):  # as earlier versions wrote it
+        values["save_every"] = str(steps)
     known = {field.name for field in dataclasses.fields(TrainConfig)} - set(_NOT_STORED)
     odd = sorted(set(values) ^ known)
     if odd:

@@ -13,6 +13,7 @@ from onebox.extras import import_extra
 from onebox.plan import Simulation, as_data
 from onebox.plan.replan.profile_correction import ProfileCorrection
 from onebox.pool import DeviceInfo, Pool
+from onebox.pool.discovery import LOCAL_HOST
 from onebox.report import (
     IslandsComparison,
     PlanComparison,
@@ -25,6 +26,7 @@ from onebox.report import (
 )
 from onebox.report.figures.memory_figure import draw_memory, measured_rows
 from onebox.report.figures.step_figure import draw_measured
+from onebox.report.run.metrics import VERSION
 from onebox.report.tables.memory import compare_memory
 
 _CONTENTS = {
@@ -41,14 +43,13 @@ _CONTENTS = {
 
 
 def write_outcome(
-    loop: TrainingLoop, pool: Pool, *, seconds: float, expected: Simulation | None = None
+    loop: TrainingLoop, pool: Pool, *, expected: Simulation | None = None
 ) -> PlanComparison | IslandsComparison | None:
     """Write the timeline and the summary of a run and, if it has a plan, the figure of a step.
 
     Args:
         loop: The loop, which has ended.
         pool: The pool, still open.
-        seconds: Time that this process spent on training, testing and saving.
         expected: The simulated step of its plan, if any.
 
     Returns:
@@ -59,12 +60,13 @@ def write_outcome(
         OneboxError: A worker failed.
         OSError: A file cannot be written.
     """
-    if not loop.meter.samples and loop.folder.summary.exists():
+    if not loop.samples and loop.folder.summary.exists():
         return None  # the run had ended before
-    names = {device.number: f"worker {device.number} ({_kind(device)})" for device in pool.devices}
+    several = len({device.host for device in pool.devices}) > 1
+    names = {device.number: f"worker {device.number} ({_kind(device, host=several)})" for device in pool.devices}
     timeline_of(loop.trainer.events(), names, loop.trainer.link_events()).write(loop.folder.timeline)
     found = _compare(loop)
-    loop.folder.write_summary(_summary(loop, pool, seconds, found))
+    loop.folder.write_summary(_summary(loop, pool, found))
     if isinstance(found, PlanComparison) and _no_figures() is None:
         _draw(loop, pool, expected)
     return found
@@ -85,6 +87,8 @@ def print_outcome(
         lines.append("sim devices compute nothing: times and memory are of use; there is no result, no checkpoint")
     elif last is not None and last.test_accuracy is not None:
         lines.append(f"test accuracy {100 * last.test_accuracy:.1f} % after epoch {last.epoch}")
+    if loop.account.seconds:
+        lines.append(f"{loop.account.seconds:.1f} s: {loop.account.text}")
     lines += _delays(loop) + _recoveries(loop) + _island_changes(loop) + _decisions(loop)
     if isinstance(found, PlanComparison) and (reason := _no_figures()):
         lines.append(f"no figures: {reason}")
@@ -161,8 +165,9 @@ def correction_data(found: ProfileCorrection) -> dict[str, object]:
     }
 
 
-def _kind(device: DeviceInfo) -> str:
-    return f"{device.device}, emulated" if device.emulated else device.device
+def _kind(device: DeviceInfo, *, host: bool) -> str:
+    where = f"{device.device} on {device.host}" if host or device.host != LOCAL_HOST else device.device
+    return f"{where}, emulated" if device.emulated else where
 
 
 def _compare(loop: TrainingLoop) -> PlanComparison | IslandsComparison | None:
@@ -171,9 +176,8 @@ def _compare(loop: TrainingLoop) -> PlanComparison | IslandsComparison | None:
     if not loop.planned or trainer.plan is None or not steps:
         return None
     exact, events = trainer.predicted_memory(*loop.data.example(size)), trainer.events()
-    hosts = [device.host for device in trainer.pool.devices]
     if not trainer.island_plans:
-        return compare(trainer.plan, events, loop.peak_bytes, hosts=hosts, batch=size, steps=steps, exact=exact)
+        return compare(trainer.plan, events, loop.peak_bytes, batch=size, steps=steps, exact=exact)
     prediction, outer = trainer.predicted_islands(), loop.config.outer
     if prediction is None or outer is None:
         return None
@@ -181,7 +185,7 @@ def _compare(loop: TrainingLoop) -> PlanComparison | IslandsComparison | None:
     for plan in trainer.island_plans:
         own = [event for event in events if event.worker in plan.devices]
         batch = plan.predicted.batch if plan.predicted is not None else size
-        islands.append(compare(plan, own, loop.peak_bytes, hosts=hosts, batch=batch, steps=steps, exact=exact))
+        islands.append(compare(plan, own, loop.peak_bytes, batch=batch, steps=steps, exact=exact))
     sums_s = trainer.island_sums_s
     return compare_islands(prediction, islands, events, sums_s, every=outer.every, steps=steps)
 
@@ -197,15 +201,13 @@ def _no_figures() -> str | None:
 
 def _draw(loop: TrainingLoop, pool: Pool, expected: Simulation | None) -> None:
     events, plan = loop.trainer.events(), loop.trainer.plan
-    hosts = [device.host for device in pool.devices]
-    step = typical_step(events, set(loop.full_steps), hosts=hosts)
+    step = typical_step(events, set(loop.full_steps))
     if step is None or plan is None:
         return
     draw_measured(
         events,
         loop.folder.schedule,
         step,
-        hosts=hosts,
         title=plan.describe(),
         emulated=[device.number for device in pool.devices if device.emulated],
         simulation=expected,
@@ -253,12 +255,11 @@ def _print_comparison(found: PlanComparison | IslandsComparison, loop: TrainingL
         console.write_line(text)
 
 
-def _summary(
-    loop: TrainingLoop, pool: Pool, seconds: float, found: PlanComparison | IslandsComparison | None
-) -> dict[str, object]:
-    last, meter, plan = loop.standing.last, loop.meter, loop.trainer.plan
+def _summary(loop: TrainingLoop, pool: Pool, found: PlanComparison | IslandsComparison | None) -> dict[str, object]:
+    last, account, plan = loop.standing.last, loop.account, loop.trainer.plan
     memory = dict(zip(pool.present, loop.trainer.memory(), strict=True))
     return {
+        "version": VERSION,
         "model": loop.config.model,
         "data": loop.config.data,
         "epochs": loop.config.epochs,
@@ -266,8 +267,9 @@ def _summary(
         "train_loss": last and last.train_loss,
         "test_loss": last and last.test_loss,
         "test_accuracy": last and last.test_accuracy,
-        "seconds": seconds,
-        "samples_per_s": meter.samples / meter.seconds if meter.seconds else None,
+        "seconds": account.seconds,
+        "samples_per_s": loop.samples / account.training_s if account.training_s else None,
+        "account": account.shares,
         "devices": [
             {
                 **dataclasses.asdict(device),

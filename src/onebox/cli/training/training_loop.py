@@ -19,16 +19,22 @@ from onebox.engine import StepLoss, Trainer
 from onebox.engine.adaptive.controller import AppliedDecision
 from onebox.engine.data.prefetch import UploadedBatch
 from onebox.engine.recovery.policy import RecoveryRecord
-from onebox.engine.steps.link_use import LinkUse, bounding_link, use_since
+from onebox.engine.state.background_save import BackgroundSave
+from onebox.engine.steps.account import FEED, SAVING, Account, joined
+from onebox.engine.steps.link_use import LinkUse, use_since
 from onebox.errors import CheckpointError, OneboxError
 from onebox.feed import Data, Feed, Position
 from onebox.plan import Plan
 from onebox.report import MetricsLog, Progress, RunFolder, epoch_line
+from onebox.report.run.metrics import VERSION
 from onebox.stop_signals import StopSignals
 
 _T = TypeVar("_T")
 
 _REMEMBERED = 1000
+_FEED_SHARE = 0.03
+"""Share of time in which training waits for the feed, from which its bottleneck is printed."""
+
 _BEHIND = 2
 """Losses are read this number of steps later: the trainer's default number of steps in flight."""
 
@@ -43,7 +49,7 @@ class EpochResult:
         train_loss: Mean over its samples, each with the weights of its step.
         test_loss: Mean over the test set.
         test_accuracy: Accuracy on the test set, 0 to 1; ``None`` for a model whose outputs are not logits.
-        samples_per_s: Training samples per second, without the time between epochs.
+        samples_per_s: Training samples per second of wall time, without capture and planning; known once it is saved.
     """
 
     step: int
@@ -51,7 +57,7 @@ class EpochResult:
     train_loss: float | None
     test_loss: float | None
     test_accuracy: float | None
-    samples_per_s: float | None
+    samples_per_s: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,34 +105,6 @@ class RunProgress:
         return standing
 
 
-@dataclass
-class ThroughputMeter:
-    """Samples and seconds of training, without the time between epochs."""
-
-    samples: int = 0
-    seconds: float = 0.0
-    _begun: tuple[float, int, float] = (0.0, 0, 0.0)
-
-    def begin(self) -> None:
-        """Begin an epoch."""
-        self._begun = (time.monotonic(), self.samples, self.seconds)
-
-    def add(self, samples: int) -> None:
-        """Add a finished step."""
-        self.samples += samples
-        self.seconds = self._begun[2] + time.monotonic() - self._begun[0]
-
-    @property
-    def epoch_samples_per_s(self) -> float | None:
-        """Rate of the epoch so far."""
-        return (self.samples - self._begun[1]) / self.epoch_s if self.epoch_s else None
-
-    @property
-    def epoch_s(self) -> float:
-        """Seconds of the epoch so far."""
-        return self.seconds - self._begun[2]
-
-
 @dataclass(kw_only=True)
 class TrainingLoop:
     """The training loop up to the last epoch.
@@ -143,7 +121,8 @@ class TrainingLoop:
         standing: Progress of the run, as last saved.
         stop: Signals that end it between two steps.
         saved: The last checkpoint, if any.
-        meter: Samples and seconds of training.
+        samples: Samples trained on by this process.
+        account: The account of the time of this process so far.
         peak_bytes: Peak memory of each remaining device, up to the end of the first epoch of training; empty before.
         unsaved: The reason for which the last due checkpoint was not written; ``None`` if it was.
         stopped: Whether a signal has ended it.
@@ -164,7 +143,8 @@ class TrainingLoop:
     standing: RunProgress
     stop: StopSignals
     saved: Path | None = None
-    meter: ThroughputMeter = field(default_factory=ThroughputMeter)
+    samples: int = 0
+    account: Account = field(default_factory=lambda: Account(seconds=0.0))
     peak_bytes: dict[int, int] = field(default_factory=dict)
     unsaved: OneboxError | None = None
     stopped: bool = False
@@ -174,6 +154,9 @@ class TrainingLoop:
     plan_listeners: list[Callable[[Plan], object]] = field(default_factory=list)
     _pending: deque[tuple[int, StepLoss, int]] = field(default_factory=deque)
     _loss_sum: float = 0.0
+    _counted: int = 0
+    _saving: tuple[int, BackgroundSave] | None = None
+    _saved_s: float = field(default_factory=time.monotonic)
     _stories: int = 0
     _changes: int = 0
     _made: int = 0
@@ -199,15 +182,24 @@ class TrainingLoop:
         Raises:
             OneboxError: A step failed.
         """
-        while self.standing.position.epoch < self.config.epochs and not self.stopped:
-            self._epoch(self.standing)
-            self.stopped = self.stop.requested and self.standing.position.epoch < self.config.epochs
+        self.trainer.wall.take()  # from here on
+        if self.standing.position.epoch < self.config.epochs:
+            self._write({"event": "begin", "version": VERSION, "step": self.trainer.steps_done})
+        try:
+            while self.standing.position.epoch < self.config.epochs and not self.stopped:
+                self._epoch(self.standing)
+                self.stopped = self.stop.requested and self.standing.position.epoch < self.config.epochs
+        except BaseException:
+            if self._saving is not None and self._saving[1].done:  # to name the last checkpoint
+                self._end_save()
+            raise
+        self._end_save()
+        self.account = joined([self.account, self.trainer.wall.take()])
 
     def _epoch(self, begin: RunProgress) -> None:
         """Train an epoch from where it was left, test, and save; on a signal, only save."""
         epoch, here = begin.position.epoch, begin
         self.progress.epoch(epoch + 1)
-        self.meter.begin()
         self._loss_sum = math.nan if begin.loss_sum is None else begin.loss_sum
         with self.train.epoch(epoch) as batches:
             for uploaded in self._until_stopped(batches):
@@ -221,13 +213,13 @@ class TrainingLoop:
         continues_from = self._close(here) if ends and self.trainer.behind else None
         result = None
         if not self.stop.requested:
-            self._tell_feed(epoch + 1)
             if not self.peak_bytes:  # now, as a test may need more than a step
                 memory, present = self.trainer.memory(), self.trainer.pool.present
                 self.peak_bytes = {device: used.peak_bytes for device, used in zip(present, memory, strict=True)}
             result = self._test(epoch + 1, begin.skipped + self.train.skipped.in_epoch)
         if result is not None:
             self._save(RunProgress(position=self.train.position, last=result, continues_from=continues_from))
+            self._tell_epoch(result)
         elif here.position != self.standing.position:
             self._save_within(here)
 
@@ -239,6 +231,7 @@ class TrainingLoop:
         """
         if here.position != self.standing.position:  # else the run was resumed from that save
             self._save_within(here)
+        self._end_save()
         self.trainer.synchronize()
         return self.saved.name if self.saved is not None and self.unsaved is None else None
 
@@ -250,12 +243,19 @@ class TrainingLoop:
     def _until_stopped(self, batches: Iterable[_T]) -> Iterator[_T]:
         """Yield batches until a signal; a wait for the next one ends at once."""
         iterator = iter(batches)
-        while (batch := self.stop.wait_for(lambda: next(iterator, None))) is not None:
+
+        def following() -> _T | None:
+            with self.trainer.wall.during(FEED):
+                return self.stop.wait_for(lambda: next(iterator, None))
+
+        while (batch := following()) is not None:
             yield batch
 
     def _step(self, uploaded: UploadedBatch, epoch: int) -> None:
-        first = self.trainer.plan is None
+        first, began_s = self.trainer.plan is None, time.monotonic()
         loss = self.trainer.step(uploaded)
+        if first:
+            self.progress.pass_over(time.monotonic() - began_s)  # capture and planning, which happen once
         if first and self.trainer.plan is not None:
             for island, plan in enumerate(self.trainer.island_plans):
                 self.progress.note(f"island {island}: {plan.describe()}")
@@ -281,7 +281,7 @@ class TrainingLoop:
         step, value, samples = self._pending.popleft()
         loss = value.item()
         self._loss_sum += loss * samples
-        self.meter.add(samples)
+        self.samples += samples
         norm = {} if value.gradient_norm is None else {"gradient_norm": value.gradient_norm}
         self._write({"event": "step", "step": step, "epoch": epoch + 1, "loss": loss, "samples": samples, **norm})
         self.progress.step(step, loss=loss, samples=samples)
@@ -291,20 +291,40 @@ class TrainingLoop:
         while self._pending:
             self._record(epoch)
 
-    def _tell_feed(self, epoch: int) -> None:
-        """Report the bottleneck stage of the epoch."""
+    def _tell_epoch(self, result: EpochResult) -> None:
+        """Record the results of an epoch, and what its time was spent on; its end is saved."""
+        account, samples = self.trainer.wall.take(), self.samples - self._counted
+        self.account, self._counted = joined([self.account, account]), self.samples
+        rate = samples / account.training_s if account.training_s else None
+        result = dataclasses.replace(result, samples_per_s=rate)
+        self.standing = dataclasses.replace(self.standing, last=result)
+        self._write({"event": "epoch", **msgspec.to_builtins(result)})
+        self.progress.note(result_line(result, self.config.epochs))
+        about = {"seconds": account.seconds, "samples": samples, "samples_per_s": rate, "shares": account.shares}
+        told = {**about, "bound": account.bound, "text": account.text}
+        self._write({"event": "account", "step": result.step, "epoch": result.epoch, **told})
+        self.progress.note(f"{account.seconds:.1f} s: {account.text}")
+        self._tell_feed(result.epoch, account.shares.get(FEED, 0.0))
+
+    def _tell_feed(self, epoch: int, share: float) -> None:
+        """Record the counters of the feed in an epoch; print them if training waited for it, or samples are missing.
+
+        Args:
+            epoch: The epoch.
+            share: The share of time in which training waited for it.
+        """
         stages = {each.name: msgspec.to_builtins(each) for each in self.train.counters}
         skipped = [msgspec.to_builtins(one) for one in self.train.skipped.first]
         used, self._links = use_since(self._links, self.trainer.links), self.trainer.links
         links = [msgspec.to_builtins(each) for each in used]
         about = {"stages": stages, "skipped": self.train.skipped.count, "first_skipped": skipped, "links": links}
-        bound = bounding_link(used, self.meter.epoch_s)
-        text = self.train.report(bound.text if bound is not None else "")
+        text = self.train.report()
         self._write({"event": "feed", "step": self.trainer.steps_done, "epoch": epoch, **about, "text": text})
-        self.progress.note(text)
+        if (share >= _FEED_SHARE and text.startswith("bound by")) or self.train.skipped.in_epoch:
+            self.progress.note(text)
 
     def _test(self, epoch: int, skipped: int) -> EpochResult | None:
-        """Return and record the results of an epoch; ``None`` after a signal."""
+        """Return the results of an epoch; ``None`` after a signal."""
         with self.test.epoch(0) as batches:
             try:
                 found = self.trainer.evaluate(self._or_stopped(batches))
@@ -318,11 +338,8 @@ class TrainingLoop:
             train_loss=self._loss_sum / (len(self.data.train) - skipped),
             test_loss=found.loss,
             test_accuracy=None if math.isnan(found.metrics["accuracy"]) else found.metrics["accuracy"],
-            samples_per_s=self.meter.epoch_samples_per_s,
         )
         self._tell_news()
-        self._write({"event": "epoch", **msgspec.to_builtins(result)})
-        self.progress.note(result_line(result, self.config.epochs))
         return result
 
     def _or_stopped(self, batches: Iterable[_T]) -> Iterator[_T]:
@@ -331,22 +348,40 @@ class TrainingLoop:
             raise _StoppedTest
 
     def _save_now(self) -> bool:
-        every = self.config.save_every
-        return every is not None and self.trainer.steps_done % every == 0
+        interval = self.config.save_interval
+        return interval is not None and interval.due(self.trainer.steps_done, time.monotonic() - self._saved_s)
 
     def _save(self, standing: RunProgress) -> None:
         if not self.computes:
             self.standing = standing
             return
-        self.standing, self.unsaved = standing, None
+        self._end_save()
+        self.standing, self._saved_s = standing, time.monotonic()
         try:
-            self.saved = self.trainer.save(self.folder.checkpoint, extra=standing.to_extra())
+            self._saving = (
+                self.trainer.steps_done,
+                self.trainer.begin_save(self.folder.checkpoint, extra=standing.to_extra()),
+            )
         except CheckpointError as error:
-            self.unsaved = error
-            step = self.trainer.steps_done
-            self.progress.note(f"no checkpoint of step {step}: {error}; training goes on until the next one is due")
-            self._write({"event": "unsaved", "step": step, "error": str(error)})
+            self._note_unsaved(self.trainer.steps_done, error)
         self._tell_news()
+
+    def _end_save(self) -> None:
+        """Wait for the checkpoint that is being written."""
+        if self._saving is None:
+            return
+        (step, save), self._saving = self._saving, None
+        try:
+            with self.trainer.wall.during(SAVING):
+                self.saved = save.result()
+            self.unsaved = None
+        except CheckpointError as error:
+            self._note_unsaved(step, error)
+
+    def _note_unsaved(self, step: int, error: CheckpointError) -> None:
+        self.unsaved = error
+        self.progress.note(f"no checkpoint of step {step}: {error}; training goes on until the next one is due")
+        self._write({"event": "unsaved", "step": step, "error": str(error)})
 
     def _tell_news(self) -> None:
         """Record recoveries and decisions since the last call; the trainer has logged them."""

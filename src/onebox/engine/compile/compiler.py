@@ -11,7 +11,7 @@ from onebox.engine.compile.batch_job import BatchJob, BufferNumbers
 from onebox.engine.compile.definition_numbers import DefinitionNumbers
 from onebox.engine.compile.lowering import Lowering
 from onebox.engine.compile.order_check import OrderFault, TransferRules, step_faults
-from onebox.engine.compile.routine import InstructionLabel, StepRoutine
+from onebox.engine.compile.routine import InstructionLabel, StepRoutine, with_exchanges
 from onebox.engine.compile.update.async_window import Window, WorkerWindows
 from onebox.engine.partition.elementwise import check_elements
 from onebox.engine.partition.gradient_buckets import CodecState
@@ -429,11 +429,20 @@ class Compiler:
         travelling = None
         if train and isinstance(reduction, Weighted):
             travelling = TravellingWeights(reduction=reduction, leaf=job.leaves, dtype=DTYPES[job.loss(0).dtype])
+        members = {number: members for members, number in self.groups.items()}
         if windows:
-            found = self._lowering.windows(job)
+            found = {
+                worker: WorkerWindows(
+                    fill=with_exchanges(worker, own.fill, members),
+                    steady=with_exchanges(worker, own.steady, members),
+                    drain=with_exchanges(worker, own.drain, members),
+                )
+                for worker, own in self._lowering.windows(job).items()
+            }
             routines = {worker: own.steady for worker, own in found.items()}
         else:
-            found, routines = {}, self._lowering.train(job) if train else self._lowering.evaluate(job)
+            made = self._lowering.train(job) if train else self._lowering.evaluate(job)
+            found, routines = {}, {worker: with_exchanges(worker, own, members) for worker, own in made.items()}
         told = [model.programs.measures for model in job.models.values()]
         alike = len({tuple(each.value for each in measures) for measures in told}) == 1
         return CompiledStep(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -10,7 +11,7 @@ from msgspec.structs import replace as replace_fields
 from onebox.cost.estimate import TYPICAL_RATES, program_s
 from onebox.plan import Action
 from onebox.wire import Program, TensorSpec
-from onebox.wire.protocol.instructions import Call, Step
+from onebox.wire.protocol.instructions import Broadcast, Call, Gather, Receive, Reduce, Send, Step
 from onebox.wire.protocol.requests import Define, Routine, StoredProgram
 
 LATE = " of the step before"
@@ -27,6 +28,8 @@ class InstructionLabel:
         action: The action of the schedule that it computes, if any.
         target: Receiver of a transfer between stages; -1 for none.
         size_bytes: Bytes of the transfer.
+        exchange: Identity of the exchange that it is a part of, equal on all devices; empty for none.
+        peers: Devices whose parts of it this one needs.
     """
 
     name: str
@@ -34,6 +37,8 @@ class InstructionLabel:
     action: Action | None = None
     target: int = -1
     size_bytes: int = 0
+    exchange: tuple[int, ...] = ()
+    peers: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,3 +183,33 @@ class RoutineBuilder:
             results=tuple(results),
             labels=tuple(self.labels),
         )
+
+
+def with_exchanges(worker: int, routine: StepRoutine, members: Mapping[int, Sequence[int]]) -> StepRoutine:
+    """Return a complete routine whose labels name the exchanges between devices.
+
+    Args:
+        worker: The worker of the routine.
+        routine: The routine.
+        members: The devices of each group, by rank.
+    """
+    counts: Counter[int] = Counter()
+    labels = []
+    for step, label in zip(routine.steps, routine.labels, strict=True):
+        exchange, peers = (), ()
+        match step:
+            case Send() if step.group in members:
+                exchange = step.group, worker, members[step.group][step.peer], step.channel
+            case Receive() if step.group in members:
+                peer = members[step.group][step.peer]
+                exchange, peers = (step.group, peer, worker, step.channel), (peer,)
+            case Reduce() | Gather() | Broadcast() if step.group in members:
+                exchange, own = (step.group, counts[step.group]), members[step.group]
+                counts[step.group] += 1
+                root = -1 if isinstance(step, Gather) else step.root
+                if isinstance(step, Broadcast):
+                    peers = (own[root],) if own[root] != worker else ()
+                elif root < 0 or own[root] == worker:
+                    peers = tuple(member for member in own if member != worker)
+        labels.append(replace(label, exchange=exchange, peers=peers) if exchange else label)
+    return replace(routine, labels=tuple(labels))

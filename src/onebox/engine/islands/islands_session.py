@@ -35,11 +35,13 @@ from onebox.engine.session import TrainingSession
 from onebox.engine.state.checkpoint_files import IslandsEntry
 from onebox.engine.state.remote import RemoteState, StartState
 from onebox.engine.state.transfer import StateChanges
+from onebox.engine.steps.account import PLANNING, STEPS
 from onebox.engine.steps.evaluation import evaluate
 from onebox.engine.steps.launch import StepSettings
 from onebox.engine.steps.link_use import LinkEvent, LinkUse, add_traffic, link_events, used_links
 from onebox.engine.steps.observer import StepObserver
 from onebox.engine.steps.results import Evaluation, StepLoss, StepValues, TraceEvent
+from onebox.engine.steps.wall_time import WallTime
 from onebox.engine.workload.batch import Batch
 from onebox.engine.workload.captures import Captures
 from onebox.engine.workload.loss_reduction import normalisers, shares_of, total_of
@@ -119,6 +121,7 @@ class IslandsSession:
         saved: Path | None = None,
     ) -> None:
         self.steps_done = step
+        self.wall = WallTime(pool.devices)
         self.captures = captures
         self.islands = islands
         self.outer = outer
@@ -191,6 +194,7 @@ class IslandsSession:
                 outer_state_bytes, outer=self.outer, islands=len(self.islands), confirmed=self.recovery.survived
             ),
             workers=self.islands[place],
+            wall=self.wall,
         )
 
     @property
@@ -238,8 +242,10 @@ class IslandsSession:
         """Begin a step of every island, and the outer step that follows it, if one is due; see :meth:`Trainer.step`."""
         self._replace_provisional(batch)
         uploads = () if uploaded is None else self.uploads.claim(uploaded)
-        self._wait_for_quorum(lambda place: self._sessions[place].replies(self._settings.in_flight - 1))
-        parts = self._set_up(batch, steps=True)
+        with self.wall.during(STEPS):
+            self._wait_for_quorum(lambda place: self._sessions[place].replies(self._settings.in_flight - 1))
+        with self.wall.during(PLANNING):
+            parts = self._set_up(batch, steps=True)
         if uploads and [each and each.size for each in uploads] != [part and part.size for part in parts]:
             for stale in uploads:  # an island has left or joined since
                 if stale is not None:
@@ -254,6 +260,12 @@ class IslandsSession:
         self.membership.count(weights)
         self.steps_done += 1
         result = self._combined(number, begun)
+        with self.wall.during(STEPS):
+            self._outer_steps(batch)
+        return result
+
+    def _outer_steps(self, batch: Batch) -> None:
+        """Begin the outer steps that are due after a step, and apply those that are due then."""
         due = [place for place, due in enumerate(self.membership.due) if due == self.steps_done]
         for fragment in due:
             self._apply(fragment)
@@ -264,7 +276,6 @@ class IslandsSession:
             self._outer_step(fragment, overlap=self.outer.overlap)
         if due or starting:
             self._admit(batch)
-        return result
 
     def _launch(self, parts: Sequence[Batch | None], uploads: Sequence[UploadedBatch | None]) -> list[_IslandLoss]:
         """Begin a step of every island that has samples; return their losses."""
@@ -782,6 +793,7 @@ class IslandsSession:
                 start,
                 self._settings.in_flight,
                 trace=self._settings.trace,
+                tell=self.wall.add,
             )
             if self._start is not None and self._start.sums:
                 self._optimizer.bring_sums(self._start.sums)

@@ -136,6 +136,7 @@ class OuterOptimizer:
         start: State of the outer optimizer in a checkpoint; ``None`` for a new one.
         in_flight: Most inner steps in flight.
         trace: Whether workers report the times of sums.
+        tell: Called with the times of each outer step, as far as workers report them.
 
     Raises:
         UsageError: Islands split a parameter differently.
@@ -154,8 +155,9 @@ class OuterOptimizer:
         in_flight: int,
         *,
         trace: bool = False,
+        tell: Callable[[StepTrace], object] = lambda trace: None,
     ) -> None:
-        self._pool, self._trace = pool, trace
+        self._pool, self._trace, self._tell = pool, trace, tell
         self._most_pending = _PENDING * in_flight
         self.sum_times_s: dict[int, deque[float]] = {}
         """For each fragment, seconds of its last sums, from when all islands had come until these had ended; none for
@@ -689,7 +691,7 @@ class OuterOptimizer:
         def take(answers: list[WorkerReply]) -> None:
             spans = [span for own, answer in zip(labels, answers, strict=True) if (span := _sums_ns(own, answer))]
             reported = {
-                worker: (own, answer.times_ns, answer.used_bytes)
+                worker: (own, answer.own_times_ns, answer.used_bytes)
                 for worker, own, answer in zip(workers, labels, answers, strict=True)
             }
             carried = {
@@ -698,8 +700,10 @@ class OuterOptimizer:
                 for each in answer.traffic
             }
             add_traffic(self.traffic, carried)
+            trace = StepTrace(step=number - 1, workers=reported, traffic=carried)
+            self._tell(trace)
             if carried:
-                self.traces.append(StepTrace(step=number - 1, workers=reported, traffic=carried))
+                self.traces.append(trace)
             if timed is not None and spans:
                 timed.append(min(spans) * 1e-9)  # of the island that came last and waited for none
 

@@ -291,9 +291,15 @@ class OuterCompiler:
             coded.phases(builder, worker, self.numbers.between[bucket.leaders], results)[0]()
             self._put_away(steps, residuals)
         elif len(bucket.leaders) > 1:
-            size_bytes = sum(spec.size_bytes for spec in specs)
-            label = InstructionLabel(BETWEEN_ISLANDS, "transfer", size_bytes=size_bytes)
-            builder.add(Reduce(tuple(results), self.numbers.between[bucket.leaders]), label)
+            group = self.numbers.between[bucket.leaders]
+            label = InstructionLabel(
+                BETWEEN_ISLANDS,
+                "transfer",
+                size_bytes=sum(spec.size_bytes for spec in specs),
+                exchange=(group, self.numbers.values[bucket.names[0]]),
+                peers=tuple(leader for leader in bucket.leaders if leader != worker),
+            )
+            builder.add(Reduce(tuple(results), group), label)
 
     def _decode(self, steps: _Steps, worker: int, bucket: OuterBucket, results: Sequence[int]) -> None:
         """Make the sums of a bucket, if they travel in a lossy codec."""
@@ -333,8 +339,10 @@ class OuterCompiler:
             if bucket.trained:
                 self._put_away(steps, values)
         if len(members) > 1:
-            label = InstructionLabel("hand out within the island", "transfer")
+            peers = () if worker == members[0] else members[:1]
             for group in self.numbers.within(island, members, worker):
+                exchange = group, self.numbers.values[bucket.names[0]]
+                label = InstructionLabel("hand out within the island", "transfer", exchange=exchange, peers=peers)
                 steps.builder.add(Broadcast(local, group, 0), label)
         # copying a received buffer to itself waits for it: an optimizer may step before anything else reads it
         return [] if worker == members[0] else list(zip(local, local, strict=True))

@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -53,6 +54,9 @@ class RecoverableRun(Protocol):
 
     def write_changes(self) -> None:
         """Upload the user changes since the last step, unless the workers have them."""
+
+    def recovering(self) -> AbstractContextManager[None]:
+        """Count the time of the context as that of a recovery."""
 
 
 class RecoveryManager(Supervisor, StepObserver):
@@ -183,7 +187,7 @@ class RecoveryManager(Supervisor, StepObserver):
                 self._locate(error)
             raise error
         self._locate(error)
-        with self._failing("a recovery"):
+        with self._failing("a recovery"), self._run.recovering():
             self._recover(error, self._snapshots)
 
     def _recover(self, error: Exception, snapshots: SnapshotScheduler) -> None:

@@ -16,7 +16,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -211,11 +211,13 @@ class CheckpointContents:
         specs: Spec of each tensor.
         elements: Maps a selection of tensors to their elements in order, one tensor after the other, in chunks of any
             shape.
+        slots: Slots of workers that the elements are read from, for those that outlive the present state.
     """
 
     manifest: Manifest
     specs: Mapping[Key, TensorSpec]
     elements: Callable[[Sequence[Key]], Iterable[Tensor]]
+    slots: Mapping[int, int] = field(default_factory=dict)
 
 
 def write(folder: Path, contents: CheckpointContents, *, keep: int | None) -> Path:

@@ -45,12 +45,16 @@ def group_entries(optimizer: Optimizers, state: NamedState) -> tuple[GroupEntry,
     )
 
 
-def contents(remote: RemoteState, transfer: StateTransfer, **settings: Any) -> CheckpointContents:
+def contents(
+    remote: RemoteState, transfer: StateTransfer, *, frozen: bool = False, **settings: Any
+) -> CheckpointContents:
     """Return the contents of a checkpoint of the workers' state, read one tensor at a time.
 
     Args:
         remote: The remote state.
         transfer: The transfer that reads it.
+        frozen: Whether to have workers copy it first, so that it can be read while steps go on; the copies are to be
+            dropped by :meth:`StateTransfer.thaw`.
         **settings: Fields of :class:`Manifest` from the trainer.
 
     Raises:
@@ -70,18 +74,24 @@ def contents(remote: RemoteState, transfer: StateTransfer, **settings: Any) -> C
         **settings,
     )
     specs = {key: source.spec for key, source in sources.items()} | {key: spec_of(t) for key, t in here.items()}
-    return CheckpointContents(manifest=manifest, specs=specs, elements=_elements(transfer, sources, here))
+    slots: Mapping[int, int] = {}
+    if frozen:
+        here = {key: tensor.detach().clone() for key, tensor in here.items()}
+        copies = transfer.freeze(sources)
+        sources, slots = dict(copies.sources), copies.slots
+    elements = _elements(transfer, sources, here, aside=frozen)
+    return CheckpointContents(manifest=manifest, specs=specs, elements=elements, slots=slots)
 
 
 def _elements(
-    transfer: StateTransfer, sources: Mapping[Key, TensorSource], here: Mapping[Key, Tensor]
+    transfer: StateTransfer, sources: Mapping[Key, TensorSource], here: Mapping[Key, Tensor], *, aside: bool = False
 ) -> Callable[[Sequence[Key]], Iterator[Tensor]]:
     """Return the function that reads tensors from workers, or from this process."""
 
     def elements(keys: Sequence[Key]) -> Iterator[Tensor]:
         for away, run in itertools.groupby(keys, lambda key: key in sources):
             if away:
-                yield from transfer.elements({key: sources[key] for key in run})
+                yield from transfer.elements({key: sources[key] for key in run}, aside=aside)
             else:
                 yield from (here[key].detach() for key in run)
 

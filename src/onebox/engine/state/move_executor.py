@@ -41,12 +41,14 @@ _CHANNEL = 0
 _T = TypeVar("_T")
 
 
-def _in_window(posted: Iterable[tuple[_T, Sequence[Future[WorkerReply]]]]) -> Iterator[tuple[_T, list[WorkerReply]]]:
+def _in_window(
+    posted: Iterable[tuple[_T, Sequence[Future[WorkerReply]]]], ahead: int = _AHEAD
+) -> Iterator[tuple[_T, list[WorkerReply]]]:
     """Yield the replies to requests, which are posted by iteration, in order; a few are in flight."""
     running: deque[tuple[_T, Sequence[Future[WorkerReply]]]] = deque()
     for each in posted:
         running.append(each)
-        if len(running) >= _AHEAD:
+        if len(running) >= ahead:
             what, futures = running.popleft()
             yield what, raise_first(futures)
     for what, futures in running:
@@ -156,8 +158,13 @@ class _UploadWindow:
 # ---- to the client
 
 
-def download(pool: Pool, sources: Iterable[TensorSource]) -> Iterator[tuple[TensorPiece, Tensor]]:
+def download(pool: Pool, sources: Iterable[TensorSource], ahead: int = _AHEAD) -> Iterator[tuple[TensorPiece, Tensor]]:
     """Yield the pieces of tensors with their elements, in order.
+
+    Args:
+        pool: The pool.
+        sources: The tensors.
+        ahead: Requests in flight.
 
     Raises:
         OneboxError: A worker failed, or the pool is closed.
@@ -170,7 +177,7 @@ def download(pool: Pool, sources: Iterable[TensorSource]) -> Iterator[tuple[Tens
                 asked.setdefault(piece.worker, []).append(piece.instruction)
             yield batch, [pool.post(worker, own, answer=True) for worker, own in asked.items()]
 
-    for batch, answers in _in_window(posted()):
+    for batch, answers in _in_window(posted(), ahead):
         workers = dict.fromkeys(piece.worker for piece in batch)
         frames = {worker: iter(answer.frames) for worker, answer in zip(workers, answers, strict=True)}
         for piece in batch:
@@ -183,7 +190,7 @@ def write_piece(whole: Tensor, piece: TensorPiece, rows: Tensor) -> None:
 
 
 def download_wholes(
-    pool: Pool, sources: Mapping[tuple[str, str], TensorSource], *, chunks: bool = False
+    pool: Pool, sources: Mapping[tuple[str, str], TensorSource], *, chunks: bool = False, ahead: int = _AHEAD
 ) -> Iterator[tuple[tuple[str, str], Tensor]]:
     """Yield whole tensors in sequence, by key.
 
@@ -191,12 +198,13 @@ def download_wholes(
         pool: The pool.
         sources: The tensors.
         chunks: Whether to yield those that are not split in chunks of rows, as they arrive.
+        ahead: Requests in flight.
 
     Raises:
         OneboxError: A worker failed, or the pool is closed.
     """
     whole: Tensor | None = None
-    for piece, rows in download(pool, sources.values()):
+    for piece, rows in download(pool, sources.values(), ahead):
         source = sources[piece.key]
         if chunks and not source.split:
             yield piece.key, rows

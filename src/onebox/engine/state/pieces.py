@@ -7,13 +7,15 @@ memory: received pieces are written to their places, and few are in flight.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from onebox.engine.state.moves import CLIENT, Region, StateItem, StateLayout, StateMove, plan_moves
 from onebox.graph.shard.placements import Shard
 from onebox.wire import TensorSpec
+from onebox.wire.protocol.instructions import Get
 from onebox.wire.protocol.requests import Instruction
-from onebox.wire.protocol.snapshots import PIECE_BYTES
+from onebox.wire.protocol.responses import SnapshotContents
+from onebox.wire.protocol.snapshots import PIECE_BYTES, Read, Remembered, Snapshot, layout
 
 Key = tuple[str, str]
 """A tensor of the state: the parameter or buffer, and the key of an optimizer entry or of another version of it; empty
@@ -117,3 +119,54 @@ def group_pieces(pieces: Iterable[TensorPiece]) -> Iterator[list[TensorPiece]]:
         size_bytes += piece.spec.size_bytes
     if found:
         yield found
+
+
+def snapshots_of(sources: Iterable[TensorSource], new: Callable[[], int]) -> dict[int, Snapshot]:
+    """Return the snapshot of each worker that holds all that is read from it.
+
+    Args:
+        sources: The tensors.
+        new: Returns an unused number.
+    """
+    buffers: dict[int, dict[int, None]] = {}
+    optimizers: dict[int, int] = {}
+    for piece in (piece for source in sources for piece in source.pieces):
+        own = buffers.setdefault(piece.worker, {})
+        match piece.instruction:
+            case Get():
+                own.update(dict.fromkeys(piece.instruction.buffers))
+            case Remembered():
+                optimizers[piece.worker] = piece.instruction.optimizer
+    return {worker: Snapshot(new(), tuple(own), optimizers.get(worker, 0)) for worker, own in buffers.items()}
+
+
+def read_from_slots(
+    sources: Mapping[Key, TensorSource], taken: Mapping[int, Snapshot], kept: Mapping[int, SnapshotContents]
+) -> dict[Key, TensorSource]:
+    """Return tensors as they were when snapshots were taken.
+
+    Args:
+        sources: The tensors.
+        taken: The snapshot of each worker; see :func:`snapshots_of`.
+        kept: What it contains.
+    """
+    places = {worker: _places(snapshot, kept[worker]) for worker, snapshot in taken.items()}
+
+    def moved(piece: TensorPiece) -> TensorPiece:
+        asked = piece.instruction
+        assert isinstance(asked, Get | Remembered)
+        at = asked.buffers[0] if isinstance(asked, Get) else (asked.parameter, asked.key)
+        start, spec = places[piece.worker][at]
+        start += asked.first * (spec.size_bytes // spec.shape[0]) if asked.first else 0
+        return replace(piece, instruction=Read(taken[piece.worker].slot, start, piece.spec.size_bytes))
+
+    return {key: replace(source, pieces=tuple(map(moved, source.pieces))) for key, source in sources.items()}
+
+
+def _places(snapshot: Snapshot, kept: SnapshotContents) -> dict[int | tuple[int, str], tuple[int, TensorSpec]]:
+    """Return the offset in its slot, and the spec, of each buffer and of each entry of the optimizer."""
+    entries = [entry for entry in kept.entries if isinstance(entry.value, TensorSpec)]
+    keys = [*snapshot.buffers, *((entry.parameter, entry.key) for entry in entries)]
+    specs = [*kept.specs, *(entry.value for entry in entries if isinstance(entry.value, TensorSpec))]
+    starts, _ = layout(specs)
+    return dict(zip(keys, zip(starts, specs, strict=True), strict=True))

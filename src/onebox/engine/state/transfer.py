@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from onebox.engine.state.move_executor import download, download_wholes, write_piece
-from onebox.engine.state.pieces import Key, TensorSource
+from onebox.engine.state.pieces import Key, TensorSource, read_from_slots, snapshots_of
 from onebox.engine.state.remote import RESIDUAL, RemoteState
 from onebox.engine.workload.named_state import OptimizerEntries
+from onebox.errors import OneboxError
 from onebox.pool import Pool, raise_first
 from onebox.wire.protocol.responses import SnapshotContents
-from onebox.wire.protocol.snapshots import Number
+from onebox.wire.protocol.snapshots import Drop, Number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +55,19 @@ class StateChanges:
         """Bytes of all tensors."""
         values = [*self.tensors.values(), *(value for _, _, value in self.entries or ())]
         return sum(value.nbytes for value in values if isinstance(value, Tensor))
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrozenState:
+    """Tensors as they were at a time.
+
+    Args:
+        sources: Where they are read from.
+        slots: The slot of each worker that holds them.
+    """
+
+    sources: Mapping[Key, TensorSource]
+    slots: Mapping[int, int]
 
 
 class StateTransfer:
@@ -151,10 +166,42 @@ class StateTransfer:
         here = {(name, RESIDUAL): tensor for name, tensor in self._remote.first_residuals.items()}
         return OptimizerContents(tensors=self._remote.residual_sources(), here=here)
 
-    def elements(self, sources: Mapping[Key, TensorSource]) -> Iterator[Tensor]:
+    def elements(self, sources: Mapping[Key, TensorSource], *, aside: bool = False) -> Iterator[Tensor]:
         """Yield the elements of tensors in order, one tensor after the other, in chunks as they arrive.
+
+        Args:
+            sources: The tensors.
+            aside: Whether steps go on meanwhile, whose messages are not to wait behind many of these.
 
         Raises:
             OneboxError: A worker failed, or the pool is closed.
         """
-        return (rows for _, rows in download_wholes(self._pool, sources, chunks=True))
+        ahead = {"ahead": 1} if aside else {}
+        return (rows for _, rows in download_wholes(self._pool, sources, chunks=True, **ahead))
+
+    def freeze(self, sources: Mapping[Key, TensorSource]) -> FrozenState:
+        """Have workers copy what is read of them, so that steps may change it.
+
+        Raises:
+            DeviceMemoryError: A worker has no room for it.
+            OneboxError: A worker failed, or the pool is closed.
+        """
+        taken = snapshots_of(sources.values(), self._pool.new_number)
+        slots = {worker: snapshot.slot for worker, snapshot in taken.items()}
+        asked = {worker: self._pool.post(worker, [snapshot], answer=True) for worker, snapshot in taken.items()}
+        kept = {}
+        try:
+            for worker, answer in zip(asked, raise_first(list(asked.values())), strict=True):
+                (found,) = answer.results
+                assert isinstance(found, SnapshotContents)
+                kept[worker] = found
+        except OneboxError:
+            self.thaw(slots)
+            raise
+        return FrozenState(sources=read_from_slots(sources, taken, kept), slots=slots)
+
+    def thaw(self, slots: Mapping[int, int]) -> None:
+        """Drop what :meth:`freeze` has made; workers that are lost have nothing."""
+        for worker, slot in slots.items():
+            with contextlib.suppress(OneboxError):
+                self._pool.post(worker, [Drop((slot,))])

@@ -1,4 +1,4 @@
-"""Use of the links between hosts by the steps of a run, and the link that bounds them. Pure."""
+"""Use of the links between hosts by the steps of a run. Pure."""
 
 from __future__ import annotations
 
@@ -6,15 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from onebox.engine.steps.results import StepTrace
-from onebox.sizes import bit_rate_text
 from onebox.wire.protocol.responses import LinkTraffic
-
-_BOUND = 0.5
-"""Part of the time from which a link that is busy for so long bounds the steps: what is computed meanwhile fits in."""
-
-_BULK = 0.1
-"""Part of the bytes of the link that carries most from which the busy time of another one counts: a few bytes only wait
-behind many."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,12 +24,6 @@ class LinkUse:
     target: str
     size_bytes: int
     busy_s: float
-
-    @property
-    def text(self) -> str:
-        """The link with its rate while it was busy, such as ``link lab1–lab2: 9.6 Mbit/s``."""
-        rate = bit_rate_text(self.size_bytes / self.busy_s) if self.busy_s > 0 else "idle"
-        return f"link {'–'.join(sorted((self.source, self.target)))}: {rate}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,16 +114,3 @@ def use_since(before: Iterable[LinkUse], now: Iterable[LinkUse]) -> tuple[LinkUs
             )
         )
     return tuple(found)
-
-
-def bounding_link(used: Sequence[LinkUse], wall_s: float) -> LinkUse | None:
-    """Return the link that bounds the steps of an interval, or ``None`` if none does.
-
-    Args:
-        used: The use of links in it.
-        wall_s: Its seconds.
-    """
-    most_bytes = max((each.size_bytes for each in used), default=0)
-    bulk = [each for each in used if each.size_bytes and each.size_bytes >= _BULK * most_bytes]
-    busiest = max(bulk, key=lambda each: each.busy_s, default=None)
-    return busiest if busiest is not None and busiest.busy_s > _BOUND * wall_s else None

@@ -34,7 +34,7 @@ def step_trace(
         beside: Bytes of each worker that belonged to no step then.
     """
     traced = {
-        worker: (routine.labels, answer.times_ns, tuple(used - beside[worker] for used in answer.used_bytes))
+        worker: (routine.labels, answer.own_times_ns, tuple(used - beside[worker] for used in answer.used_bytes))
         for (worker, routine), answer in zip(compiled.of(window).items(), answers, strict=True)
     }
     traffic = {
@@ -51,11 +51,15 @@ class StepTraces(StepObserver):
     Args:
         wanted: Whether workers report times.
         beside: Returns the bytes of a worker that belong to no step.
+        tell: Called with the trace of each step.
     """
 
-    def __init__(self, wanted: bool, beside: Callable[[int], int]) -> None:
+    def __init__(
+        self, wanted: bool, beside: Callable[[int], int], tell: Callable[[StepTrace], object] = lambda trace: None
+    ) -> None:
         self._wanted = wanted
         self._beside = beside
+        self._tell = tell
         self._steps: deque[StepTrace] = deque(maxlen=_STEPS)
         self.traffic: dict[tuple[int, int], LinkTraffic] = {}
         """What connections between hosts have carried so far, by source and target."""
@@ -96,6 +100,7 @@ class StepTraces(StepObserver):
     def _keep(self, trace: StepTrace) -> None:
         self._steps.append(trace)
         add_traffic(self.traffic, trace.traffic)
+        self._tell(trace)
 
     def _labels(self, worker: int, routine: int) -> Sequence[InstructionLabel]:
         for compiler in reversed(self._compilers):

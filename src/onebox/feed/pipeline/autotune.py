@@ -78,14 +78,13 @@ def choose_concurrency(counters: Sequence[StageCounters], wall_s: float, cores: 
         workers = more
 
 
-def bottleneck_line(counters: Sequence[StageCounters], wall_s: float, cores: int | None = None, limit: str = "") -> str:
-    """Describe in one line the bottleneck stage of a run and its remedy.
+def bottleneck_line(counters: Sequence[StageCounters], wall_s: float, cores: int | None = None) -> str:
+    """Describe in one line the bottleneck stage of a feed and its remedy, if it is slower than what takes its batches.
 
     Args:
         counters: Counters of the stages, including the consumer.
         wall_s: Length of the interval.
         cores: Available cores; ``None`` where unknown.
-        limit: What the consumer waits for, if that is not its own computing.
 
     Example:
         >>> def stage(name, items, busy_s):
@@ -98,10 +97,9 @@ def bottleneck_line(counters: Sequence[StageCounters], wall_s: float, cores: int
     if consumer is None or consumer.items < 1 or wall_s <= 0.0:
         return "bound by nothing: no batch has come yet"
     slowest = max((consumer, *counters), key=lambda each: _busy_share(each, wall_s))
-    problem = f"bound by {slowest.name} ({100 * _busy_share(slowest, wall_s):.0f} % busy)"
     if slowest is consumer:
-        problem = f"bound by {limit}" if limit else problem
-        return f"{problem}: batches are there in time"
+        return "the feed keeps up: batches are there in time"
+    problem = f"bound by {slowest.name} ({100 * _busy_share(slowest, wall_s):.0f} % busy)"
     cycle_s = max(consumer.busy_s / consumer.items, 1e-6)
     by, item_s = slowest.by, _item_s(slowest)
     is_locked = by == "threads" and slowest.concurrency > 1 and LOCKED[0] <= _load(slowest) <= LOCKED[1]

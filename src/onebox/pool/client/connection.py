@@ -13,6 +13,7 @@ from typing import Any
 import zmq
 
 from onebox.pool.backends.base import WorkerHandle
+from onebox.pool.client.clock_offset import ClockOffset
 from onebox.pool.client.socket_poller import SocketPoller, Source, has_input
 from onebox.wire import (
     SMALL_BYTES,
@@ -29,7 +30,7 @@ from onebox.wire import (
     send_tracked,
 )
 from onebox.wire.protocol.groups import LeaveGroup
-from onebox.wire.protocol.requests import Envelope
+from onebox.wire.protocol.requests import Envelope, ReadClock
 from onebox.wire.protocol.responses import Hello, LinkTraffic, Result
 
 HEARTBEATS = 16
@@ -49,6 +50,7 @@ class WorkerReply:
         times_ns: Start and end of each instruction of a traced routine, in nanoseconds.
         used_bytes: For each of them, the peak of bytes in use while it ran, and the bytes in use after it.
         traffic: With them, what the worker has carried to workers of other hosts.
+        clock_ns: How far the worker's clock, which the times are of, is ahead of the client's.
     """
 
     results: tuple[Result, ...]
@@ -56,6 +58,13 @@ class WorkerReply:
     times_ns: tuple[int, ...]
     used_bytes: tuple[int, ...] = ()
     traffic: tuple[LinkTraffic, ...] = ()
+    clock_ns: int = 0
+
+    @property
+    def own_times_ns(self) -> tuple[int, ...]:
+        """``times_ns`` on the client's clock."""
+        offset_ns = self.clock_ns
+        return tuple(time_ns - offset_ns for time_ns in self.times_ns) if offset_ns else self.times_ns
 
 
 class WorkerConnection:
@@ -88,6 +97,7 @@ class WorkerConnection:
         self.hello: Future[Hello] = Future()
         self.hello_message: Hello | None = None
         self.heartbeat_seen = False
+        self.clock = ClockOffset()
         self.commands = context.socket(zmq.DEALER)
         self.heartbeat_socket = context.socket(zmq.DEALER)
         for socket, endpoint in ((self.commands, ports.commands), (self.heartbeat_socket, ports.heartbeats)):
@@ -200,6 +210,12 @@ class WorkerConnection:
         envelope = Envelope(0, False, tuple(LeaveGroup(group) for group in groups))
         with contextlib.suppress(zmq.Again):
             send(self.heartbeat_socket, [encode(envelope)], zmq.NOBLOCK)
+        self._touch(self.heartbeat_socket)
+
+    def ask_clock(self) -> None:
+        """Ask for the time of the worker's clock; it answers whatever it executes."""
+        with contextlib.suppress(zmq.Again):
+            send(self.heartbeat_socket, [encode(Envelope(0, False, (ReadClock(time.monotonic_ns()),)))], zmq.NOBLOCK)
         self._touch(self.heartbeat_socket)
 
     def register(self, poller: SocketPoller) -> None:

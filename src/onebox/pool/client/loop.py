@@ -28,12 +28,14 @@ from onebox.pool.client.pending import PendingReplies
 from onebox.pool.client.relay import Relay
 from onebox.pool.client.relay_routes import RelayRoutes
 from onebox.pool.client.socket_poller import SocketPoller, Source
+from onebox.pool.discovery import LOCAL_HOST
 from onebox.pool.errors import AFTERWARDS, WorkerLocation, fail
 from onebox.pool.liveness import Liveness
 from onebox.portable import Wakeup
 from onebox.wire import KeyPair, Restarted, check_frames, decode_worker_message, encode
 from onebox.wire.protocol.requests import Envelope, Instruction
 from onebox.wire.protocol.responses import (
+    ClockReading,
     Contribution,
     Heartbeat,
     Hello,
@@ -107,6 +109,8 @@ class ClientLoop:
         self._numbers = 0
         self.sent_bytes: dict[int, int] = {}
         """Bytes of tensors posted to each worker so far."""
+        self.received_bytes: dict[int, int] = {}
+        """Bytes of tensors in the replies of each worker so far."""
         self.executed: dict[int, int] = {}
         """Progress counter of each worker, from its last heartbeat; grows as long as the worker makes progress."""
         self.memory: dict[int, WorkerMemory] = {}
@@ -501,8 +505,11 @@ class ClientLoop:
         worker = connection.place.worker
         match message:
             case Reply():
+                size_bytes = sum(len(frame) for frame in frames)
+                self.received_bytes[worker] = self.received_bytes.get(worker, 0) + size_bytes
                 traffic = self._groups.traffic(worker, message.traffic)
-                self._pending.reply(connection.place, message, frames, time.monotonic(), traffic)
+                clock_ns = connection.clock.offset_ns
+                self._pending.reply(connection.place, message, frames, time.monotonic(), traffic, clock_ns)
             case Heartbeat():
                 connection.heartbeat_seen = True
                 connection.complete_hello()
@@ -510,6 +517,11 @@ class ClientLoop:
                     self._liveness.beat(worker, time.monotonic(), message.stalled_s, message.doing)
                     self.executed[worker] = message.executed
                     self.memory[worker] = WorkerMemory(message.used_bytes, message.peak_bytes, 0)
+                if connection.place.host != LOCAL_HOST:  # workers of this machine have its clock
+                    connection.ask_clock()
+            case ClockReading():
+                now_ns = time.monotonic_ns()
+                connection.clock.answer(asked_ns=message.asked_ns, read_ns=message.read_ns, now_ns=now_ns)
             case Left():
                 if self._groups.may_leave(worker, message.group):
                     self._end_relay(message.group)

@@ -90,13 +90,15 @@ class PendingReplies:
         frames: Sequence[Any],
         now_s: float,
         traffic: tuple[LinkTraffic, ...] = (),
+        clock_ns: int = 0,
     ) -> None:
-        """Record a worker's reply, with what it carried to other workers."""
+        """Record a worker's reply, with what it carried to other workers, and how far its clock is ahead."""
         with self._lock:
             future = self.futures.pop((place.worker, reply.number), None)
         if reply.failure is None:
             if future is not None and not future.done():
-                future.set_result(WorkerReply(reply.results, frames, reply.times_ns, reply.used_bytes, traffic))
+                times_ns, used_bytes = reply.times_ns, reply.used_bytes
+                future.set_result(WorkerReply(reply.results, frames, times_ns, used_bytes, traffic, clock_ns))
             return
         error = to_error(reply.failure, place)
         if reply.number == 0:  # about a message that the worker could not read: which reply is missing is unknown

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import socket
@@ -99,6 +100,7 @@ class _ParentConnection:
         """The error for which nothing can be posted any more."""
         self.attached: Future[Attached] = Future()
         self.sent_bytes: dict[int, int] = {}
+        self.received_bytes: dict[int, int] = {}
         self.lost: dict[int, OneboxError] = {}
         self.missing: dict[int, OneboxError] = {}
         self._reader = threading.Thread(target=self._read, name="onebox-parent-replies", daemon=True)
@@ -126,6 +128,7 @@ class _ParentConnection:
         future: Future[WorkerReply] = self.ask(
             lambda number: Post(number, worker, answer, frees, encoded), frames, answer=answer
         )
+        future.add_done_callback(functools.partial(self._count, worker))
         if not answer:
             future.set_result(WorkerReply((), (), ()))
         return future
@@ -184,6 +187,12 @@ class _ParentConnection:
         except (msgspec.DecodeError, WireError) as error:
             self._give_up(WireError(f"the process that shares its devices sent what is no response: {error}"))
 
+    def _count(self, worker: int, future: Future[WorkerReply]) -> None:
+        """Count the bytes of tensors in a reply."""
+        if not future.cancelled() and future.exception() is None:
+            size_bytes = sum(len(frame) for frame in future.result().frames)
+            self.received_bytes[worker] = self.received_bytes.get(worker, 0) + size_bytes
+
     def _take(self, header: bytearray, frames: Sequence[Any]) -> None:
         response = decode_response(header)
         if isinstance(response, Attached):
@@ -199,9 +208,8 @@ class _ParentConnection:
         elif response.group:
             future.set_result(response.group)
         else:
-            future.set_result(
-                WorkerReply(response.results, frames, response.times_ns, response.used_bytes, response.traffic)
-            )
+            about = response.times_ns, response.used_bytes, response.traffic, response.clock_ns
+            future.set_result(WorkerReply(response.results, frames, *about))
 
     def _give_up(self, error: OneboxError) -> None:
         with self._lock:

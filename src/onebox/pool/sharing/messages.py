@@ -105,6 +105,7 @@ class Replied(Message, frozen=True, tag="replied"):
     times_ns: tuple[int, ...] = ()
     used_bytes: tuple[int, ...] = ()
     traffic: tuple[LinkTraffic, ...] = ()
+    clock_ns: int = 0
     group: int = 0
 
 

@@ -308,7 +308,7 @@ class _Child:
             self._outgoing.put((failed(number, error), ()))
             return
         reply = future.result()
-        done = Replied(number, reply.results, reply.times_ns, reply.used_bytes, reply.traffic)
+        done = Replied(number, reply.results, reply.times_ns, reply.used_bytes, reply.traffic, reply.clock_ns)
         self._outgoing.put((done, reply.frames))
 
     def _form(self, request: Form) -> None:

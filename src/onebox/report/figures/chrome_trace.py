@@ -47,6 +47,11 @@ class Span:
             raise UsageError(f"the span {self.name!r} ends at {self.end_ns} ns, before it begins at {self.start_ns} ns")
 
 
+_VERSION = 2
+_ONE_CLOCK = 2
+"""Version of the trace from which on its times are of one clock."""
+
+
 class _Event(msgspec.Struct):
     """An event of a trace, as far as it is read."""
 
@@ -62,6 +67,7 @@ class _Event(msgspec.Struct):
 
 class _Trace(msgspec.Struct):
     traceEvents: list[_Event]
+    version: int = 1
 
 
 class Timeline:
@@ -79,6 +85,8 @@ class Timeline:
 
     def __init__(self) -> None:
         self._processes: dict[str, dict[str, list[Span]]] = {}
+        self.one_clock = True
+        """Whether all times are of one clock; those of a trace of version 1 are of each host's own."""
 
     def add(self, process: str, track: str, spans: Iterable[Span]) -> None:
         """Add spans to a track; the first call creates the track and its process.
@@ -103,13 +111,14 @@ class Timeline:
             UsageError: It is no such trace.
         """
         try:
-            events = msgspec.json.decode(trace, type=_Trace).traceEvents
+            found = msgspec.json.decode(trace, type=_Trace)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise UsageError(f"this is no trace that onebox has written: {error}") from None
         names: dict[int, str] = {}
         tracks: dict[int, str] = {}
         timeline = cls()
-        for event in events:
+        timeline.one_clock = found.version >= _ONE_CLOCK
+        for event in found.traceEvents:
             if event.ph == "M":
                 known = names if event.name == "process_name" else tracks
                 known[event.tid] = str(event.args.get("name", ""))
@@ -131,7 +140,7 @@ class Timeline:
         Raises:
             UsageError: A span's args contain something that JSON cannot express.
         """
-        return to_json({"displayTimeUnit": "ms", "traceEvents": self._events()})
+        return to_json({"version": _VERSION, "displayTimeUnit": "ms", "traceEvents": self._events()})
 
     def write(self, path: Path | str) -> None:
         """Write the trace atomically; see :meth:`to_json`.

@@ -34,7 +34,6 @@ def draw_measured(
     path: Path | str,
     step: int,
     *,
-    hosts: Sequence[str],
     title: str = "",
     emulated: Collection[int] = (),
     simulation: Simulation | None = None,
@@ -45,7 +44,6 @@ def draw_measured(
         events: The workers' events, from :meth:`~onebox.engine.Trainer.events`.
         path: The file, a ``.png``, ``.svg`` or ``.pdf``; one that exists is replaced.
         step: The training step.
-        hosts: The host of each worker.
         title: Title above the figure, such as the plan in a line.
         emulated: Numbers of emulated devices, which are marked.
         simulation: The predicted step, with its details.
@@ -55,4 +53,4 @@ def draw_measured(
     """
     check_suffix(path)
     expected = [simulated_chart(simulation)] if simulation is not None else []
-    save(step_figure([*expected, measured_chart(events, step, hosts=hosts)], title=title, emulated=emulated), path)
+    save(step_figure([*expected, measured_chart(events, step)], title=title, emulated=emulated), path)

@@ -86,7 +86,10 @@ class RunHistory:
         self._step = 0
         self._epoch = 0
         self._loss: float | None = None
-        self._marks: deque[tuple[float, int, int]] = deque(maxlen=_WINDOW_STEPS)  # time, step, samples so far
+        self._marks: deque[tuple[float, int, int, float]] = deque(maxlen=_WINDOW_STEPS)
+        """Time, step, samples so far, and seconds of pauses so far."""
+        self._paused_s = 0.0
+        self._ended = 0
         self._samples = 0
         self._points: list[_Point] = []
         self._stride = 1
@@ -94,6 +97,7 @@ class RunHistory:
         self._rates: tuple[float | None, float | None] = (None, None)
         self._events: deque[EventView] = deque(maxlen=EVENTS)
         self._feed = ""
+        self._account: tuple[str, str] = "", ""
 
     def add(self, record: Mapping[str, Any]) -> None:
         """Add a record; one that is no record of a run is ignored."""
@@ -104,6 +108,8 @@ class RunHistory:
             self._add_epoch(record, at_s)
         elif kind == "feed":
             self._add_feed(record, at_s)
+        elif kind == "account":
+            self._add_account(record)
         elif kind == "unsaved":
             text = f"no checkpoint of step {record.get('step')}: {record.get('error')}"
             self.note("unsaved", text, at_s=at_s, step=_whole(record.get("step")))
@@ -165,7 +171,9 @@ class RunHistory:
         interval_s, samples_per_s = self._rates
         eta_s = None
         if self.total_steps is not None and interval_s is not None:
-            eta_s = round(max(0, self.total_steps - self._step) * interval_s, 1)
+            left_s = max(0, self.total_steps - self._step) * interval_s
+            pauses = max(0, (self.epochs or 0) - self._ended) if self._ended else 0
+            eta_s = round(left_s + pauses * self._paused_s / max(1, self._ended), 1)
         return RunNumbers(
             step=self._step,
             total_steps=self.total_steps,
@@ -175,6 +183,8 @@ class RunHistory:
             samples_per_s=samples_per_s,
             eta_s=eta_s,
             interval_s=interval_s,
+            bound=self._account[0],
+            account=self._account[1],
             feed=self._feed,
             result=self._tests[-1] if self._tests else None,
         )
@@ -188,13 +198,14 @@ class RunHistory:
         self._loss = None if loss is None else _rounded(loss)
         self._samples += samples
         if at_s is not None:
-            self._marks.append((at_s, step, self._samples))
+            self._marks.append((at_s, step, self._samples, self._paused_s))
             while len(self._marks) > 2 and self._marks[1][0] < at_s - _WINDOW_S:
                 self._marks.popleft()
-            begin_s, first, before = self._marks[0]
-            if at_s - begin_s >= _SHORTEST_S:
-                seconds = at_s - begin_s
-                self._rates = _rounded(seconds / max(1, step - first)), _rounded((self._samples - before) / seconds)
+            begin_s, first, before, paused_s = self._marks[0]
+            seconds = at_s - begin_s
+            if seconds >= _SHORTEST_S:
+                active_s = max(0.0, seconds - self._paused_s + paused_s)
+                self._rates = _rounded(active_s / max(1, step - first)), _rounded((self._samples - before) / seconds)
         lost = math.nan if loss is None else loss
         point = _Point(step, 1, lost, self._rates[1])
         if self._points and self._points[-1].steps < self._stride:
@@ -223,11 +234,16 @@ class RunHistory:
         rate = _number(record.get("samples_per_s"))
         if rate is not None and self._rates[1] is None:  # steps without times
             self._rates = None, _rounded(rate)
-        self._marks.clear()  # the time of the test is none of training
+        self._ended += 1
+        if at_s is not None and self._marks:
+            self._paused_s += max(0.0, at_s - self._marks[-1][0])
         said = [f"train loss {record['train_loss']:.4f}"] if _number(record.get("train_loss")) is not None else []
         said += [f"test loss {loss:.4f}"] if loss is not None else []
         said += [f"test accuracy {100 * accuracy:.1f} %"] if accuracy is not None else []
         self.note("epoch", f"epoch {epoch} has ended: {', '.join(said) or 'no result'}", at_s=at_s, step=step)
+
+    def _add_account(self, record: Mapping[str, Any]) -> None:
+        self._account = str(record.get("bound") or "")[:_TEXT], str(record.get("text") or "")[:_TEXT]
 
     def _add_feed(self, record: Mapping[str, Any], at_s: float | None) -> None:
         self._feed = str(record.get("text") or self._feed)[:_TEXT]

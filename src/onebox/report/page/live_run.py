@@ -16,7 +16,8 @@ import msgspec
 import psutil
 
 from onebox.engine import Trainer
-from onebox.engine.steps.link_use import LinkUse, bounding_link, used_links
+from onebox.engine.steps.account import HERE
+from onebox.engine.steps.link_use import LinkUse, used_links
 from onebox.engine.steps.observer import EndedStep, StepObserver
 from onebox.engine.steps.results import TraceEvent
 from onebox.pool import DeviceInfo, Pool
@@ -52,9 +53,6 @@ _OFTEN_S = 1.9
 
 _SELDOM_S = 10.0
 """Longest time between two details of steps."""
-
-_IDLE = 0.3
-"""Part of the time between two steps in which no device computes, from which the feed bounds the steps."""
 
 _TEMPERATURE_S = 5.0
 
@@ -133,7 +131,7 @@ class LiveRun(StepObserver):
             text = "the model is captured, measured and planned with the first batch"
         else:
             state, text = "running", self._pool.recovering
-        found = details.comparison
+        found, account = details.comparison, trainer.wall.present()
         plan = trainer.plan
         predicted = plan.predicted if plan is not None else None
         numbers = msgspec.structs.replace(
@@ -142,7 +140,8 @@ class LiveRun(StepObserver):
             predicted_bubble=predicted.bubble if predicted else None,
             step_s=found.step_s.measured if found else None,
             bubble=found.bubble.measured if found else None,
-            bound=_bound(details, None if trainer.island_plans else numbers.interval_s),
+            bound=account.bound or numbers.bound,
+            account=account.text if account.shares else numbers.account,
             staleness=_staleness(trainer),
             islands=_islands(trainer, self._outer_every),
         )
@@ -246,8 +245,8 @@ class PoolWatch:
         self._told: set[int] = set()
         self._recoveries = pool.recoveries
         self._looked_s = time.monotonic()
-        self._sent: tuple[float, tuple[int, ...]] = (time.monotonic(), pool.sent_bytes)
-        self._rates_bps: dict[str, float] = {}
+        self._carried = time.monotonic(), _carried(pool)
+        self._rates_bps: dict[tuple[str, str], float] = {}
         self._temperatures: tuple[float, dict[str, float]] = (-_TEMPERATURE_S, {})
 
     @property
@@ -322,20 +321,16 @@ class PoolWatch:
         )
 
     def uplinks(self) -> tuple[LinkView, ...]:
-        """Return what this process sends to each host."""
-        (then_s, before), now_s, now = self._sent, time.monotonic(), self._pool.sent_bytes
-        totals: dict[str, int] = {}
-        added: dict[str, int] = {}
-        for device in self._pool.devices:
-            number = device.number
-            totals[device.host] = totals.get(device.host, 0) + now[number]
-            added[device.host] = added.get(device.host, 0) + now[number] - before[number]
+        """Return what this process sends to each host, and receives from it."""
+        (then_s, before), now_s, now = self._carried, time.monotonic(), _carried(self._pool)
         if now_s - then_s > 0.5:
-            self._sent = now_s, now
-            self._rates_bps = {host: float(f"{size / (now_s - then_s):.4g}") for host, size in added.items()}
+            self._carried = now_s, now
+            self._rates_bps = {
+                way: float(f"{(size - before.get(way, 0)) / (now_s - then_s):.4g}") for way, size in now.items()
+            }
         return tuple(
-            LinkView(source="this client", target=host, now_bps=self._rates_bps.get(host), total_bytes=total)
-            for host, total in totals.items()
+            LinkView(source=source, target=target, now_bps=self._rates_bps.get((source, target)), total_bytes=total)
+            for (source, target), total in now.items()
         )
 
     def _load(self) -> float:
@@ -349,6 +344,15 @@ class PoolWatch:
             found = device_temperatures(kinds)
             self._temperatures = time.monotonic(), found
         return found
+
+
+def _carried(pool: Pool) -> dict[tuple[str, str], int]:
+    """Return the bytes of tensors that this process has sent to each host, and received from it."""
+    found: dict[tuple[str, str], int] = {}
+    for device, sent, received in zip(pool.devices, pool.sent_bytes, pool.received_bytes, strict=True):
+        for way, size_bytes in (((HERE, device.host), sent), ((device.host, HERE), received)):
+            found[way] = found.get(way, 0) + size_bytes
+    return found
 
 
 class _Details:
@@ -389,7 +393,7 @@ def _details_of(step: EndedStep, pool: Pool, names: Mapping[int, str]) -> _Detai
     events = step.trace.events()
     samples = sum(part.size for part in step.micro_batches)
     by_device = [device.host for device in pool.devices]
-    found.comparison = compare(step.plan, events, {}, hosts=by_device, batch=samples)
+    found.comparison = compare(step.plan, events, {}, batch=samples)
     emulated = [device.number for device in pool.devices if device.emulated]
     found.plan = plan_view(step.plan, found.comparison.stages, emulated)
     hosts = {names[device.number]: device.host for device in pool.devices}
@@ -413,30 +417,6 @@ def _busy(events: Sequence[TraceEvent]) -> dict[int, float]:
     return {
         worker: round(min(1.0, busy / (end - begin)), 3) for worker, (busy, begin, end) in sums.items() if end > begin
     }
-
-
-def _bound(details: _Details, interval_s: float | None) -> str:
-    """Describe what bounds the steps: a link, the feed and the client between two steps, or a device's computing.
-
-    Args:
-        details: Those of a step.
-        interval_s: Time from a step to the next; ``None`` if it is not known, or if the details are not those of all
-            devices, of which others may compute while these are idle.
-    """
-    found = details.comparison
-    if found is None or found.step_s.measured is None:
-        return ""
-    step_s = found.step_s.measured
-    idle = 1 - step_s / interval_s if interval_s else 0.0
-    if idle > _IDLE:
-        return f"feed or client: no device computes in {100 * idle:.0f} % of the time"
-    link = bounding_link(details.links, step_s)
-    if link is not None:
-        return link.text
-    busiest = max(details.busy, key=lambda device: details.busy[device], default=None)
-    if busiest is None:
-        return ""
-    return f"computing: device {busiest} is busy for {100 * details.busy[busiest]:.0f} % of a step"
 
 
 def _staleness(trainer: Trainer) -> str:

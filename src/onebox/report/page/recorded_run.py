@@ -122,7 +122,7 @@ class RecordedRun:
             step_s=step_s.measured,
             predicted_bubble=bubble.predicted if step_s.predicted else predicted.bubble if predicted else None,
             bubble=bubble.measured,
-            bound=_bound(self._history.numbers.feed),
+            bound=self._history.numbers.bound or _bound(self._history.numbers.feed),
             staleness=_staleness(self._summary),
         )
         if state != "running":
@@ -346,7 +346,7 @@ def _with_measured(view: PlanView, found: _Comparison) -> PlanView:
 
 
 def _bound(feed: str) -> str:
-    """Return what the report on the feed says about the bottleneck."""
+    """Return the bottleneck that a run without an account reported with its feed."""
     return feed.removeprefix("bound by ").partition(";")[0]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from onebox.drawing import host_starts, lanes
+from onebox.drawing import lanes
 from onebox.report.figures.chrome_trace import Span, Timeline
 from onebox.report.figures.worker_timeline import LINKS
 from onebox.report.page.state import ScheduleRow, ScheduleView
@@ -29,8 +29,8 @@ def schedule_view(timeline: Timeline, step: int, hosts: Mapping[str, str]) -> Sc
     Args:
         timeline: The timeline.
         step: The step, as in the arguments of its spans.
-        hosts: The host of each process, as far as known; a link has the clock of the host that sends. Hosts have clocks
-            of their own: of several, the spans of each begin with its first.
+        hosts: The host of each process, as far as known, for a timeline whose times are of each host's own clock: the
+            spans of each host begin with its first. A link has the clock of the host that sends.
     """
     found: list[tuple[ScheduleRow, str, list[Span]]] = []
     for process, tracks in timeline.processes.items():
@@ -39,8 +39,12 @@ def schedule_view(timeline: Timeline, step: int, hosts: Mapping[str, str]) -> Sc
             for number, lane in enumerate(lanes(own, lambda span: (span.start_ns, span.end_ns)), start=1):
                 name = track if number == 1 else f"{track} #{number}"
                 host = track.partition(" → ")[0] if process == LINKS else hosts.get(process, process)
+                host = "" if timeline.one_clock else host
                 found.append((ScheduleRow(process=process, track=name), host, lane))
-    starts = host_starts((host, span.start_ns) for _, host, spans in found for span in spans)
+    starts: dict[str, int] = {}
+    for _, host, spans in found:
+        for span in spans:
+            starts[host] = min(starts.get(host, span.start_ns), span.start_ns)
     threshold_ns, left_out = _threshold([span for _, _, spans in found for span in spans])
     names: dict[str, int] = {}
     rows: list[ScheduleRow] = []

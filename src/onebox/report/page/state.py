@@ -87,14 +87,15 @@ class RunNumbers(PagePart, frozen=True):
         epoch: The epoch, from 1.
         epochs: Epochs of the whole run.
         loss: Loss of the newest step.
-        samples_per_s: Training samples per second over the last steps.
+        samples_per_s: Training samples per second of wall time, over the last steps.
         eta_s: Expected remaining seconds.
         interval_s: Seconds from the end of a step to that of the next.
         predicted_s: Predicted seconds of a step.
         step_s: Measured seconds of the newest step, from its first computation to the end of its last.
         predicted_bubble: Predicted idle part of the devices' time, 0 to 1.
         bubble: The measured one, of the newest step.
-        bound: What bounds the steps: computing, a link, or the feed.
+        bound: The largest share of wall time, with its cause.
+        account: All shares of wall time.
         feed: The report on the feed of the last epoch.
         staleness: Delay of the gradients, and its correction.
         result: Result of the last epoch.
@@ -114,6 +115,7 @@ class RunNumbers(PagePart, frozen=True):
     predicted_bubble: float | None = None
     bubble: float | None = None
     bound: str = ""
+    account: str = ""
     feed: str = ""
     staleness: str = "exact steps"
     result: TestResult | None = None

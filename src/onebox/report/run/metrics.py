@@ -16,6 +16,9 @@ from onebox.errors import UsageError
 from onebox.files import open_regular, put_file, read_regular
 from onebox.report.run.json_files import to_json
 
+VERSION = 2
+"""Version of the records of a run, and of its summary; those of version 1 have no account and do not name theirs."""
+
 _LARGEST_BYTES = 4 << 30
 _WAITING_BYTES = 16 << 20
 """Limit of buffered lines that cannot be written; later lines are lost."""
@@ -111,7 +114,7 @@ def rewind_metrics(path: Path | str, *, step: int, epochs: float = math.inf) -> 
 def _stays(path: Path, line: bytes, step: int, epochs: float) -> bool:
     try:
         record = msgspec.json.decode(line, type=dict[str, Any])
-        closes = record.get("event") in ("epoch", "feed")
+        closes = record.get("event") in ("epoch", "account", "feed")
         return float(record.get("step", 0)) <= step and (not closes or float(record.get("epoch", 0)) <= epochs)
     except (msgspec.DecodeError, TypeError, ValueError) as error:
         raise UsageError(f"{path} is damaged: {line[:80]!r} is no record of a run: {error}") from None

@@ -28,6 +28,9 @@ class Progress:
     become ``?``; after the stream is closed nothing is written. Plain lines raise BrokenPipeError for a broken pipe,
     which the caller handles.
 
+    The rate is that of wall time, with tests and saves. The remaining time has one more pause for each end of an epoch
+    that is left, as long as those so far.
+
     Args:
         total_steps: Steps of the whole run, over all epochs.
         epochs: Epochs of the whole run.
@@ -83,13 +86,17 @@ class Progress:
         self.close()
 
     def epoch(self, number: int) -> None:
-        """Begin an epoch; the rate is reset, so that the time between epochs does not count.
+        """Begin an epoch; the time since the last step was that of its end.
 
         Args:
             number: Number of the epoch, from 1.
         """
         self._epoch = number
-        self._pace.restart(self._clock())
+        self._pace.pause(self._clock())
+
+    def pass_over(self, seconds: float) -> None:
+        """Leave time out of rates: that of something which happens once."""
+        self._pace.pass_over(seconds)
 
     def step(self, step: int, *, loss: float | None = None, samples: int = 0) -> None:
         """Record a finished step.
@@ -160,6 +167,7 @@ class Progress:
             parts.append(rate_text(self._pace.samples_per_s))
         if self._pace.steps_per_s:
             left_s = max(0, self._total_steps - self._step) / self._pace.steps_per_s
+            left_s += self._pace.pause_s * max(0, self._epochs - self._epoch + 1)
             parts.append(f"ETA {timedelta(seconds=round(left_s))}")
         return "  ".join(parts)
 
@@ -168,24 +176,41 @@ class _Mark(NamedTuple):
     time_s: float
     step: int
     samples: int
+    paused_s: float
 
 
 class _Pace:
-    """Steps and samples per second over the last steps; 0 while unknown."""
+    """Steps per second between pauses and samples per second of wall time, over the last steps; 0 while unknown."""
 
     def __init__(self, step: int, time_s: float) -> None:
         self.steps_per_s = 0.0
         self.samples_per_s = 0.0
-        self._marks = deque([_Mark(time_s, step, 0)], maxlen=_WINDOW_STEPS + 1)
+        self._begun = False
+        self._pauses = 0
+        self._marks = deque([_Mark(time_s, step, 0, 0.0)], maxlen=_WINDOW_STEPS + 1)
 
-    def restart(self, time_s: float) -> None:
+    @property
+    def pause_s(self) -> float:
+        """Mean seconds from the last step of an epoch to the beginning of the next."""
+        return self._marks[-1].paused_s / self._pauses if self._pauses else 0.0
+
+    def pause(self, time_s: float) -> None:
         last = self._marks[-1]
-        self._marks.clear()
-        self._marks.append(last._replace(time_s=time_s))
+        if not self._begun:
+            self._marks[-1] = last._replace(time_s=time_s)
+            return
+        self._pauses += 1
+        self._marks.append(last._replace(time_s=time_s, paused_s=last.paused_s + time_s - last.time_s))
+
+    def pass_over(self, seconds: float) -> None:
+        self._marks = deque((mark._replace(time_s=mark.time_s + seconds) for mark in self._marks), self._marks.maxlen)
 
     def step(self, step: int, samples: int, time_s: float) -> None:
-        self._marks.append(_Mark(time_s, step, self._marks[-1].samples + samples))
+        before, self._begun = self._marks[-1], True
+        self._marks.append(_Mark(time_s, step, before.samples + samples, before.paused_s))
         first, last = self._marks[0], self._marks[-1]
-        if last.time_s > first.time_s:
-            self.steps_per_s = (last.step - first.step) / (last.time_s - first.time_s)
-            self.samples_per_s = (last.samples - first.samples) / (last.time_s - first.time_s)
+        seconds = last.time_s - first.time_s
+        if seconds > 0:
+            self.samples_per_s = (last.samples - first.samples) / seconds
+        if seconds > last.paused_s - first.paused_s:
+            self.steps_per_s = (last.step - first.step) / (seconds - last.paused_s + first.paused_s)

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from onebox.drawing import host_starts
 from onebox.plan import Action, Kind, MicroBatch, Plan
 from onebox.plan.evaluate.islands import IslandsPrediction
 
@@ -82,8 +81,7 @@ class PlanComparison:
     Args:
         batch: Samples of the compared steps.
         steps: Number of measured steps.
-        step_s: Seconds from the first computation of a step to the end of its last, on the host where that takes
-            longest, as hosts have clocks of their own.
+        step_s: Seconds from the first computation of a step to the end of its last.
         bubble: Fraction of the devices' time in a step in which they are idle.
         stages: Each replica of each stage.
         devices: Each device of the plan.
@@ -189,7 +187,7 @@ def step_interval_s(events: Iterable[TraceEvent], every: int, steps: Collection[
     """Return the mean seconds between the ends of consecutive steps, of which every so many are alike.
 
     For each place in a period it is the median: so an evaluation between two steps does not count. It is that of the
-    worker with the longest steps, for workers of different hosts have different clocks.
+    worker with the longest steps.
 
     Args:
         events: The workers' events.
@@ -217,7 +215,6 @@ def compare(
     events: Iterable[TraceEvent],
     memory: Mapping[int, int],
     *,
-    hosts: Sequence[str],
     batch: int,
     steps: Collection[int] | None = None,
     exact: Mapping[int, int] | None = None,
@@ -228,7 +225,6 @@ def compare(
         plan: The plan; without a prediction for this batch, only measurements are returned.
         events: The workers' events, from :meth:`~onebox.engine.Trainer.events`.
         memory: Peak bytes of each device that was measured.
-        hosts: The host of each device.
         batch: Samples of the compared steps.
         steps: The steps with such a batch; ``None`` for all.
         exact: Peak bytes that follow from buffer lifetimes, from :meth:`~onebox.engine.Trainer.predicted_memory`.
@@ -241,7 +237,7 @@ def compare(
         if event.track == "compute" and (steps is None or event.step in steps):
             by_step.setdefault(event.step, []).append(event)
     predicted = plan.predicted if plan.predicted is not None and plan.predicted.batch == batch else None
-    spans_ns = [_span_ns(found, hosts) for found in by_step.values()]
+    spans_ns = [_span_ns(found) for found in by_step.values()]
     busy = [sum(e.end_ns - e.start_ns for e in found) for found in by_step.values()]
     rooms = [span_ns * len(plan.devices) for span_ns in spans_ns]
     peaks = predicted.peak_bytes if predicted else (None,) * len(plan.devices)
@@ -268,28 +264,24 @@ def compare(
     )
 
 
-def typical_step(
-    events: Iterable[TraceEvent], steps: Collection[int] | None = None, *, hosts: Sequence[str]
-) -> int | None:
+def typical_step(events: Iterable[TraceEvent], steps: Collection[int] | None = None) -> int | None:
     """Return the step of median duration; of an even number of steps, the shorter one of the two in the middle.
 
     Args:
         events: The workers' events.
         steps: The steps to consider; ``None`` for all.
-        hosts: The host of each device.
     """
     by_step: dict[int, list[TraceEvent]] = {}
     for event in events:
         if event.track == "compute" and (steps is None or event.step in steps):
             by_step.setdefault(event.step, []).append(event)
-    order = sorted(by_step, key=lambda step: (_span_ns(by_step[step], hosts), step))
+    order = sorted(by_step, key=lambda step: (_span_ns(by_step[step]), step))
     return order[(len(order) - 1) // 2] if order else None
 
 
-def _span_ns(computed: Sequence[TraceEvent], hosts: Sequence[str]) -> int:
-    """Return the time from the first computation to the end of the last, on the host where it is longest."""
-    starts = host_starts((hosts[event.worker], event.start_ns) for event in computed)
-    return max(event.end_ns - starts[hosts[event.worker]] for event in computed)
+def _span_ns(computed: Sequence[TraceEvent]) -> int:
+    """Return the time from the first computation to the end of the last."""
+    return max(event.end_ns for event in computed) - min(event.start_ns for event in computed)
 
 
 def _seconds(steps: Iterable[Sequence[TraceEvent]]) -> dict[tuple[int, Action], float]:

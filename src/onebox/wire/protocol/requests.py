@@ -163,6 +163,16 @@ class FreeRange(Message, frozen=True, tag="free-range"):
     end: int
 
 
+class ReadClock(Message, frozen=True, tag="clock"):
+    """Reply at once with :class:`~onebox.wire.protocol.responses.ClockReading`; sent beside the queue.
+
+    Args:
+        asked_ns: The client's monotonic clock; the reply repeats it.
+    """
+
+    asked_ns: int
+
+
 class Shutdown(Message, frozen=True, tag="bye"):
     """End the worker."""
 
@@ -183,6 +193,7 @@ Instruction = (
     | Rendezvous
     | Reduced
     | TicketCancelled
+    | ReadClock
     | Shutdown
 )
 

@@ -294,6 +294,18 @@ class Heartbeat(Message, frozen=True, tag="beat"):
     peak_bytes: int
 
 
+class ClockReading(Message, frozen=True, tag="reading"):
+    """Reply to :class:`~onebox.wire.protocol.requests.ReadClock`.
+
+    Args:
+        asked_ns: The time in the question.
+        read_ns: The worker's monotonic clock.
+    """
+
+    asked_ns: int
+    read_ns: int
+
+
 LOOKUP_KEYS = 1024
 """Most keys of a lookup; the client keeps those of lookups that wait."""
 
@@ -368,4 +380,4 @@ class RelayRequest(Message, frozen=True, tag="relay"):
     peer: int
 
 
-WorkerMessage = Hello | Reply | Heartbeat | Lookup | Contribution | Left | Listening | RelayRequest
+WorkerMessage = Hello | Reply | Heartbeat | ClockReading | Lookup | Contribution | Left | Listening | RelayRequest

@@ -22,7 +22,8 @@ import zmq.auth
 from onebox.errors import WireError
 from onebox.wire import SMALL_BYTES, KeyPair, ReceiveWatch, configure, decode_envelope, encode, listen, receive
 from onebox.wire.protocol.groups import LeaveGroup
-from onebox.wire.protocol.responses import Heartbeat
+from onebox.wire.protocol.requests import ReadClock
+from onebox.wire.protocol.responses import ClockReading, Heartbeat
 from onebox.worker.progress import PeakMeter, WorkerProgress
 from onebox.worker.system.cpu_affinity import use_all_cores
 from onebox.worker.system.process_watch import DISK_WAIT_S
@@ -195,13 +196,17 @@ class HeartbeatThread:
         self._bell.close(0)
 
     def _receive(self) -> None:
-        """Process client messages outside the queue: groups to leave at once because of silent members."""
+        """Process client messages outside the queue: groups to leave at once because of silent members, and questions
+        for the time."""
         with contextlib.suppress(zmq.Again, WireError):  # ignore messages that violate the protocol
             for _ in range(_BATCH):
                 envelope, _ = decode_envelope(receive(self._socket, self._watches[0]))
                 for instruction in envelope.instructions:
                     if isinstance(instruction, LeaveGroup):
                         self._interrupt(instruction.group)
+                    elif isinstance(instruction, ReadClock):
+                        reading = ClockReading(instruction.asked_ns, time.monotonic_ns())
+                        self._socket.send(encode(reading), zmq.NOBLOCK)
 
     def _check_connections(self, ready: dict[Any, int]) -> None:
         """End this worker if too much has come without completing a message."""

@@ -10,7 +10,7 @@ import pytest
 
 from onebox.cli.models import MODEL_NAMES
 from onebox.cli.options.common import BUILT_IN_MODELS
-from onebox.cli.options.jobs import PlanConfig, TrainConfig
+from onebox.cli.options.jobs import PlanConfig, SaveInterval, TrainConfig, parse_save_interval
 from onebox.cli.options.pools import DevicesConfig, RunConfig
 from onebox.errors import UsageError
 from onebox.sizes import Budgets
@@ -49,7 +49,8 @@ def test_the_models_on_the_command_line_are_those_that_exist() -> None:
         ({"islands": "0/1", "plan": "plan.json"}, "--islands and --plan plan.json: these do not go together"),
         ({"micro_batch": -1}, "--micro-batch -1"),
         ({"threads": 0}, "--threads 0"),
-        ({"save_every": 0}, "--save-every 0"),
+        ({"save_every": "0"}, "--save-every 0"),
+        ({"save_every": "10 parsecs"}, "--save-every 10 parsecs"),
         ({"every": 0}, "--every 0"),
         ({"snapshot_every": 0}, "--snapshot-every 0"),
         ({"snapshot_every": 3, "recover": "off"}, "--snapshot-every 3 is for runs that recover"),
@@ -183,3 +184,16 @@ def test_islands_as_the_trainer_takes_them() -> None:
     found = TrainConfig(islands="0/1", outer_every=7, outer_shares="3,1").outer
     assert found is not None
     assert (found.every, found.lr, found.momentum, found.shares) == (7, 0.7, 0.9, (3.0, 1.0))
+
+
+@pytest.mark.parametrize(
+    ("text", "steps", "seconds"),
+    [("500", 500, 0.0), ("500 steps", 500, 0.0), ("90s", 0, 90.0), ("10min", 0, 600.0), ("1.5 h", 0, 5400.0)],
+)
+def test_checkpoints_are_steps_or_time_apart(text: str, steps: int, seconds: float) -> None:
+    assert parse_save_interval(text) == SaveInterval(steps=steps, seconds=seconds)
+
+
+def test_a_checkpoint_is_due_after_steps_or_time() -> None:
+    assert [SaveInterval(steps=3).due(step, 1e9) for step in (2, 3, 4)] == [False, True, False]
+    assert [SaveInterval(seconds=60.0).due(3, since_s) for since_s in (59.0, 60.0)] == [False, True]

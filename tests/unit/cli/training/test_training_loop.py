@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from onebox.cli.training.training_loop import EpochResult, RunProgress, ThroughputMeter, TrainingLoop, result_line
+from onebox.cli.training.training_loop import EpochResult, RunProgress, TrainingLoop, result_line
 from onebox.errors import CheckpointError
 from onebox.feed import Position
 from onebox.plan import Plan
@@ -50,21 +50,6 @@ def test_a_loss_that_is_no_number_survives_too() -> None:
 def test_a_foreign_standing_is_refused(extra: dict[str, object]) -> None:
     with pytest.raises(CheckpointError, match="step-00000023"):
         RunProgress.from_extra(extra, seed=3, path=PATH)
-
-
-def test_a_meter_counts_training_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    now_s = 0.0
-    monkeypatch.setattr("time.monotonic", lambda: now_s)
-    meter = ThroughputMeter()
-    for begin_s in (10.0, 100.0):
-        now_s = begin_s
-        meter.begin()
-        assert meter.epoch_samples_per_s is None
-        for _ in range(4):
-            now_s += 0.5
-            meter.add(64)
-        assert meter.epoch_samples_per_s == 128.0
-    assert (meter.samples, meter.seconds) == (512, 4.0)
 
 
 def test_every_new_plan_is_told_once() -> None:

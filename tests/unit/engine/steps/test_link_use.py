@@ -1,10 +1,8 @@
-"""Use of links between hosts, and the link that bounds the steps of a run."""
+"""Use of links between hosts."""
 
 from __future__ import annotations
 
-import pytest
-
-from onebox.engine.steps.link_use import LinkEvent, LinkUse, bounding_link, link_events, use_since, used_links
+from onebox.engine.steps.link_use import LinkEvent, LinkUse, link_events, use_since, used_links
 from onebox.engine.steps.results import StepTrace
 from onebox.wire.protocol.responses import LinkTraffic
 
@@ -48,23 +46,3 @@ def test_use_between_two_moments_is_the_difference() -> None:
     before = (use("lab1", "lab2", 100, 1.0),)
     now = (use("lab1", "lab2", 250, 4.0), use("lab2", "lab1", 60, 0.5))
     assert use_since(before, now) == (use("lab1", "lab2", 150, 3.0), use("lab2", "lab1", 60, 0.5))
-
-
-def test_the_link_that_is_busy_for_most_of_the_time_bounds_the_steps() -> None:
-    slow = use("lab2", "lab1", 12_000_000, 10.0)
-    found = bounding_link((use("lab1", "lab3", 90_000_000, 1.0), slow), 11.0)
-    assert found == slow
-    assert found is not None and found.text == "link lab1–lab2: 9.6 Mbit/s"
-
-
-@pytest.mark.parametrize(
-    "used",
-    [
-        (),
-        (use("lab1", "lab2", 10_000_000, 4.9),),  # computing goes on for longer
-        (use("lab1", "lab2", 10_000_000, 1.0), use("lab1", "lab3", 500, 9.0)),  # a few bytes wait behind many
-        (use("lab1", "lab2", 0, 0.0),),
-    ],
-)
-def test_otherwise_no_link_does(used: tuple[LinkUse, ...]) -> None:
-    assert bounding_link(used, 10.0) is None

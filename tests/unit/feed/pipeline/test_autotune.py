@@ -136,7 +136,7 @@ def test_nothing_is_changed_before_anything_was_seen():
 @pytest.mark.parametrize(
     ("item_s", "concurrency", "wall_s", "line"),
     [
-        (0.5, 1, 60.0, "bound by compute (100 % busy): batches are there in time"),
+        (0.5, 1, 60.0, "the feed keeps up: batches are there in time"),
         (3.5, 1, 214.0, "bound by process (98 % busy): 4 threads would do"),
         (3.5, 2, 240.0, "bound by process (88 % busy): 4 threads would do"),
         (3.0, 3, 62.0, "bound by process (100 % busy): 3 threads keep up, nearly"),
@@ -147,15 +147,6 @@ def test_the_line_says_what_bounds_and_what_would_help(item_s, concurrency, wall
     assert (
         bottleneck_line([stage("read", 0.1), stage("process", item_s, concurrency), stage("compute", 1.0)], wall_s)
         == line
-    )
-
-
-def test_where_something_else_limits_the_consumer_the_line_says_that():
-    limit = "link lab1–lab2: 9.6 Mbit/s"
-    computing = [stage("process", 0.5), stage("compute", 1.0)]
-    assert bottleneck_line(computing, 60.0, limit=limit) == f"bound by {limit}: batches are there in time"
-    assert bottleneck_line([stage("process", 9.0), stage("compute", 1.0)], 540.0, limit=limit).startswith(
-        "bound by process (100 % busy)"
     )
 
 
@@ -186,5 +177,5 @@ def test_what_computes_is_told_of_the_cores_that_it_would_need():
 def test_there_is_always_one_line(item_s, workers, wall_s):
     counters = [stage(name, item_s[name], workers[name]) for name in names]
     line = bottleneck_line([*counters, stage("compute", 1.0)], wall_s)
-    assert line.startswith("bound by ")
+    assert line.startswith(("bound by ", "the feed keeps up"))
     assert "\n" not in line

@@ -27,7 +27,7 @@ def written(timeline: Timeline) -> list[dict[str, Any]]:
         path = Path(folder) / "timeline.json"
         timeline.write(path)
         trace = json.loads(path.read_text())
-    assert set(trace) == {"displayTimeUnit", "traceEvents"}
+    assert set(trace) == {"version", "displayTimeUnit", "traceEvents"} and trace["version"] == 2
     return trace["traceEvents"]  # type: ignore[no-any-return]
 
 

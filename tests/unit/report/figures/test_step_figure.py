@@ -14,7 +14,7 @@ from onebox.engine.steps.step_chart import measured_chart
 from onebox.errors import UsageError
 from onebox.plan import Action, Plan, predict, simulated_chart
 from onebox.report.figures.step_figure import draw_measured, draw_simulation
-from tests.unit.report.steps import ONE_HOST, as_measured, foreseen, plan, problem
+from tests.unit.report.steps import as_measured, foreseen, plan, problem
 
 
 @pytest.mark.sample(1)
@@ -61,18 +61,18 @@ def test_a_figure_names_devices_stages_micro_batches_and_kinds(tmp_path: Path) -
 def test_prediction_and_measurement_are_told_apart(tmp_path: Path) -> None:
     _, simulation = foreseen(plan("1f1b"))
     events = as_measured(simulation, 4, factor=2.0)
-    draw_measured(events, tmp_path / "both.svg", 4, hosts=ONE_HOST, simulation=simulation)
+    draw_measured(events, tmp_path / "both.svg", 4, simulation=simulation)
     said = texts(tmp_path / "both.svg")
     assert sum(text.startswith("predicted: ") for text in said) == 1
     assert sum(text.startswith("measured, step 5: ") for text in said) == 1
-    draw_measured(events, tmp_path / "one.svg", 4, hosts=ONE_HOST)
+    draw_measured(events, tmp_path / "one.svg", 4)
     assert not any(text.startswith("predicted") for text in texts(tmp_path / "one.svg"))
     assert not any("emulated" in text for text in texts(tmp_path / "one.svg"))
 
 
 def test_what_is_drawn_of_a_measured_step_is_what_happened() -> None:
     _, simulation = foreseen(plan("zb-h1", replicas=2))
-    expected, measured = simulated_chart(simulation), measured_chart(as_measured(simulation, 0), 0, hosts=ONE_HOST)
+    expected, measured = simulated_chart(simulation), measured_chart(as_measured(simulation, 0), 0)
     assert measured.step_s == pytest.approx(expected.step_s)
 
     def rounded(bars: object) -> list[object]:
@@ -83,20 +83,6 @@ def test_what_is_drawn_of_a_measured_step_is_what_happened() -> None:
 
     assert rounded(measured.bars) == rounded(expected.bars)
     assert {bar.kind for bar in expected.bars} == {"F", "I", "W", "optimizer", "transfer", "sum"}
-
-
-def test_a_step_over_hosts_with_clocks_of_their_own() -> None:
-    _, simulation = foreseen(plan())
-    hosts = ("lab1", "lab1", "lab2")
-    events = [
-        replace(event, start_ns=event.start_ns + 10**15, end_ns=event.end_ns + 10**15) if event.worker == 2 else event
-        for event in as_measured(simulation, 0)
-    ]
-    measured = measured_chart(events, 0, hosts=hosts)
-    assert 0 < measured.step_s <= simulation.step_s * (1 + 1e-6)
-    firsts = {device: min(bar.start_s for bar in measured.bars if bar.device == device) for device in (0, 2)}
-    assert firsts == {0: 0.0, 2: 0.0}
-    assert max(bar.end_s for bar in measured.bars) < 2 * simulation.step_s
 
 
 def test_blocks_lie_where_they_should(tmp_path: Path) -> None:
@@ -136,7 +122,7 @@ def test_a_simulation_without_details_and_a_step_without_events_are_refused() ->
     with pytest.raises(UsageError, match="detail"):
         simulated_chart(replace(simulation, spans=()))
     with pytest.raises(UsageError, match="no events of step 7"):
-        measured_chart(as_measured(simulation, 0), 7, hosts=ONE_HOST)
+        measured_chart(as_measured(simulation, 0), 7)
 
 
 def test_no_window_and_no_global_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

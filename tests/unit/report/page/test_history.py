@@ -28,17 +28,17 @@ def test_rates_are_of_the_last_seconds() -> None:
     assert (numbers.step, numbers.total_steps, numbers.epoch, numbers.epochs) == (300, 1000, 1, 2)
 
 
-def test_the_time_between_epochs_is_none_of_training() -> None:
-    history = RunHistory()
+def test_the_end_of_an_epoch_counts_for_the_rate_and_the_remaining_time_and_not_for_a_step() -> None:
+    history = RunHistory(total_steps=9, epochs=3)
     for number in (1, 2, 3):
         history.add(step(number, time=float(number)))
-    before = history.numbers
-    history.add({"event": "epoch", "step": 3, "epoch": 1, "test_loss": 0.25, "test_accuracy": 0.9, "time": 3.5})
-    assert history.numbers.samples_per_s == before.samples_per_s == 8.0
-    history.add(step(4, time=100.0))
-    history.add(step(5, time=101.0))
-    assert history.numbers.samples_per_s == 8.0
-    assert history.curves.samples_per_s[-1] == 8.0
+    assert (history.numbers.samples_per_s, history.numbers.eta_s) == (8.0, 6.0)
+    history.add({"event": "epoch", "step": 3, "epoch": 1, "test_loss": 0.25, "test_accuracy": 0.9, "time": 5.0})
+    history.add(step(4, time=6.0))
+    history.add(step(5, time=7.0))
+    numbers = history.numbers
+    assert numbers.samples_per_s == history.curves.samples_per_s[-1] == pytest.approx(8 * 4 / 6, rel=1e-5)
+    assert (numbers.interval_s, numbers.eta_s) == (1.0, 4 * 1.0 + 2 * 2.0)
     assert history.numbers.result is not None and history.numbers.result.test_accuracy == 0.9
     assert "test accuracy 90.0 %" in history.events[-1].text
 
@@ -104,3 +104,11 @@ def test_what_is_no_record_is_ignored(record: dict[str, Any]) -> None:
     history = RunHistory()
     history.add(record)
     assert history.numbers.step == 0 and not history.curves.steps and not history.events
+
+
+def test_the_account_of_the_last_epoch_is_kept() -> None:
+    history = RunHistory()
+    history.add({"event": "account", "epoch": 1, "bound": "computing (62 % of the time)", "text": "computing 62 %"})
+    assert (history.numbers.bound, history.numbers.account) == ("computing (62 % of the time)", "computing 62 %")
+    history.add({"event": "account", "bound": 3, "text": None})
+    assert (history.numbers.bound, history.numbers.account) == ("3", "")

@@ -218,3 +218,33 @@ def test_a_line_without_an_end_takes_no_memory(tmp_path: Path, monkeypatch: pyte
     (tmp_path / "metrics.jsonl").write_bytes(b'{"a": "' + b"x" * 1000 + b'"}\n' + b'{"b": 1}\n')
     file.read(lambda: None, found.append)
     assert found == [{"b": 1}]
+
+
+def test_a_folder_of_an_earlier_version_is_shown_with_what_it_has(run: Path) -> None:
+    """Its records have no version and no account, its summary no shares, its timeline a clock for each host."""
+    append(run, *map(step, range(1, 5)))
+    feed = {"stages": {}, "skipped": 0, "first_skipped": [], "links": []}
+    text = "bound by link lab1–lab2: 9.6 Mbit/s: batches are there in time"
+    append(run, {"event": "feed", "step": 4, "epoch": 1, **feed, "text": text, "time": 4.1})
+    append(run, {"event": "epoch", "step": 4, "epoch": 1, "train_loss": 0.5, "samples_per_s": 8.0, "time": 4.2})
+    (run / "summary.json").write_text(json.dumps({"seconds": 4.5, "samples_per_s": 8.0, "devices": []}))
+    spans = [
+        {"ph": "M", "name": "process_name", "pid": 1, "tid": 1, "args": {"name": "worker 0 (cpu)"}},
+        {"ph": "M", "name": "thread_name", "pid": 1, "tid": 2, "args": {"name": "compute"}},
+        {"ph": "X", "name": "f", "cat": "compute", "pid": 1, "tid": 2, "ts": 0.0, "dur": 2.0, "args": {"step": 4}},
+    ]
+    (run / "timeline.json").write_text(json.dumps({"displayTimeUnit": "ms", "traceEvents": spans}))
+    found = RecordedRun(run).state()
+    assert found.head.state == "ended" and found.schedule is not None and len(found.schedule.spans) == 1
+    assert found.run is not None and found.run.step == 4
+    assert (found.run.bound, found.run.account) == ("link lab1–lab2: 9.6 Mbit/s: batches are there in time", "")
+
+
+def test_the_account_of_a_folder_is_what_bounds_the_run(run: Path) -> None:
+    append(run, {"event": "begin", "version": 2, "step": 0}, step(1))
+    shares = {"saving": 0.75, "computing": 0.25}
+    told = {"bound": "saving (75 % of the time)", "text": "saving 75 %, computing 25 %"}
+    append(run, {"event": "account", "step": 1, "epoch": 1, "seconds": 4.0, "shares": shares, **told})
+    append(run, {"event": "feed", "step": 1, "epoch": 1, "text": "the feed keeps up: batches are there in time"})
+    found = RecordedRun(run).state().run
+    assert found is not None and (found.bound, found.account) == (told["bound"], told["text"])

@@ -62,8 +62,24 @@ def test_a_trace_that_is_read_again_gives_the_same_view() -> None:
     assert other.length_us == pytest.approx(one.length_us, abs=0.5)
 
 
-def test_hosts_with_clocks_of_their_own_begin_together() -> None:
+def of_an_earlier_version() -> Timeline:
+    """A timeline whose times are of each host's own clock."""
+    return Timeline.from_json(b'{"traceEvents": []}')
+
+
+def test_a_timeline_of_one_clock_is_shown_as_it_is() -> None:
     made = Timeline()
+    for process, start_ns in (("worker 0 (cpu on lab1)", 0), ("worker 1 (cpu on lab2)", 500)):
+        span = Span(name="0F0", category="compute", start_ns=start_ns, end_ns=start_ns + 1000, args={"step": 1})
+        made.add(process, "compute", [span])
+    for each in (made, Timeline.from_json(made.to_json())):
+        view = schedule_view(each, 1, {"worker 0 (cpu on lab1)": "lab1", "worker 1 (cpu on lab2)": "lab2"})
+        assert not view.aligned and view.length_us == 1.5
+        assert [begin for _, _, begin, _, _ in view.spans] == [0.0, 0.5]
+
+
+def test_hosts_with_clocks_of_their_own_begin_together() -> None:
+    made = of_an_earlier_version()
     for process, start_ns in (("worker 0 (cpu)", 0), ("worker 1 (cpu)", 10**15)):
         span = Span(name="0F0", category="compute", start_ns=start_ns, end_ns=start_ns + 1000, args={"step": 1})
         made.add(process, "compute", [span])
@@ -75,7 +91,7 @@ def test_hosts_with_clocks_of_their_own_begin_together() -> None:
 
 
 def test_a_link_has_the_clock_of_the_host_that_sends() -> None:
-    made = Timeline()
+    made = of_an_earlier_version()
     for process, track, start_ns in (
         ("worker 0 (cpu)", "compute", 0),
         ("worker 1 (cpu)", "compute", 10**15),

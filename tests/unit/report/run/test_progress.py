@@ -53,16 +53,35 @@ def test_steps_that_skip_the_mark_are_shown_at_the_next() -> None:
     assert stream.getvalue().splitlines() == ["epoch 0/1  step 12/100", "epoch 0/1  step 33/100"]
 
 
-def test_a_pause_between_epochs_does_not_count() -> None:
+def test_the_end_of_an_epoch_counts_for_the_rate_and_the_remaining_time() -> None:
     stream, clock = io.StringIO(), Clock()
-    progress = Progress(4, 2, every=1, console=plain(stream), clock=clock)
-    for step in range(1, 5):
-        if step == 3:
-            clock.now_s += 3600
-            progress.epoch(2)
+    progress = Progress(6, 3, every=1, console=plain(stream), clock=clock)
+    for step in range(1, 7):
+        if step % 2:
+            clock.now_s += 8 * (step > 1)
+            progress.epoch(1 + step // 2)
         clock.now_s += 1
-        progress.step(step, samples=5)
-    assert all("5.0 samples/s" in line for line in stream.getvalue().splitlines())
+        progress.step(step, samples=50)
+    said = [line.partition("  step ")[2] for line in stream.getvalue().splitlines()]
+    assert said == [
+        "1/6  50 samples/s  ETA 0:00:05",
+        "2/6  50 samples/s  ETA 0:00:04",  # how long the end of an epoch takes is not known yet
+        "3/6  14 samples/s  ETA 0:00:19",
+        "4/6  17 samples/s  ETA 0:00:18",
+        "5/6  12 samples/s  ETA 0:00:09",
+        "6/6  14 samples/s  ETA 0:00:08",  # what follows is a test, and a save
+    ]
+
+
+def test_what_happens_once_is_left_out_of_the_rate() -> None:
+    stream, clock = io.StringIO(), Clock()
+    progress = Progress(3, 1, every=1, console=plain(stream), clock=clock)
+    progress.epoch(1)
+    clock.now_s += 60
+    progress.pass_over(60)
+    clock.now_s += 1
+    progress.step(1, samples=50)
+    assert stream.getvalue() == "epoch 1/1  step 1/3  50 samples/s  ETA 0:00:02\n"
 
 
 def test_the_rate_is_that_of_the_last_steps() -> None:

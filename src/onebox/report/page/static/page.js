@@ -92,7 +92,7 @@ function drawRun() {
   tile("time", seconds(measured), [known(run.predicted_s) ? `predicted ${seconds(run.predicted_s)}` : "", from].filter(Boolean).join("; "));
   tile("bubble", percent(run.bubble, 1), known(run.predicted_bubble) ? `predicted ${percent(run.predicted_bubble, 1)}` : "idle part of a step");
   tile("eta", span(run.eta_s), "");
-  tile("bound", run.bound || "–", run.feed && run.feed !== run.bound ? `last epoch: ${run.feed}` : "");
+  tile("bound", run.bound || "–", [run.account, run.feed && run.feed !== run.bound ? `feed in the last epoch: ${run.feed}` : ""].filter(Boolean).join("; "));
   tile("stale", run.staleness, "");
   const { result } = run;
   const test = result ? [known(result.test_accuracy) ? `accuracy ${percent(result.test_accuracy, 1)}` : "", known(result.test_loss) ? `loss ${loss(result.test_loss)}` : ""] : [];
