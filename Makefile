@@ -57,9 +57,10 @@ docs: $(VENV)/.stamp-test
 bench: $(VENV)/.stamp-test
 	$(BIN)/python benchmarks/verdicts.py
 
-# For the night: half an hour and more.
+# For the night: faults at random moments, and random programs of views and writes; an hour and more.
 soak: $(VENV)/.stamp-test
 	$(BIN)/python benchmarks/soak.py
+	$(BIN)/python benchmarks/aliasing.py --programs 20000
 
 # The pictures of README and docs, from recorded values.
 figures: $(VENV)/.stamp-test

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from onebox.errors import OperatorError
 from onebox.vgpu.core.metadata import dense, dense_order
-from onebox.vgpu.core.tensor import Handle, VirtualTensor, rebind, wrap, wrap_view
+from onebox.vgpu.core.tensor import Handle, VirtualTensor, wrap, wrap_view
 from onebox.vgpu.dispatch.dispatch import dispatch, launch
 from onebox.vgpu.dispatch.registry import special
 from onebox.vgpu.dispatch.synchronous import raise_plain
@@ -232,24 +232,5 @@ def _is_pinned(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _record_stream(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return None  # a buffer is freed in the order of its device's one queue
 
-
-def _relooked(func: Any) -> None:
-    """Make an operator that changes a tensor's layout do so on a buffer of its own: ``detach`` shares buffers."""
-
-    def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        tensor = args[0]
-        if isinstance(tensor, VirtualTensor):
-            own = run_plainly(aten.alias.default, (tensor,), {})
-            rebind(tensor, own)
-        return run_plainly(func, args, kwargs)
-
-    special(func)(run)
-
-
-for _name in ("t_", "transpose_", "squeeze_", "unsqueeze_", "as_strided_", "swapaxes_", "swapdims_", "resize_"):
-    _packet = getattr(aten, _name)
-    for _overload in _packet.overloads():
-        if torch.Tag.inplace_view in getattr(_packet, _overload).tags:
-            _relooked(getattr(_packet, _overload))
 
 __all__ = ["download", "run_plainly", "transfer", "transfer_all", "upload"]

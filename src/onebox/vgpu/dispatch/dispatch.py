@@ -6,6 +6,7 @@ and its other arguments; its cached op is found; the call is recorded; new tenso
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -13,12 +14,13 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from onebox.errors import OperatorError, WireError
-from onebox.vgpu.core.tensor import Handle, VirtualTensor, relay, wrap, wrap_view
-from onebox.vgpu.dispatch.op_cache import SHAPED_BY_FLOATS, CachedOp, UnknownResult, infer_op, learn_op
+from onebox.vgpu.core.tensor import Handle, VirtualTensor, rebind, relay, wrap, wrap_view
+from onebox.vgpu.dispatch.op_cache import SHAPED_BY_FLOATS, CachedOp, UnknownResult, describe, infer_op, learn_op
 from onebox.vgpu.dispatch.registry import run_mixed, specials
 from onebox.vgpu.dispatch.synchronous import raise_plain, run_synchronously
 from onebox.vgpu.runtime.command_queue import CommandQueue
 from onebox.vgpu.runtime.context import context_of, queue_of
+from onebox.worker.programs.kernels import written_inputs
 
 aten = torch.ops.aten
 
@@ -92,6 +94,8 @@ def run(
         try:
             found = infer_op(func, args, kwargs or {})
         except UnknownResult:
+            written = written_inputs(describe(func, args, kwargs or {}))
+            unshare(tensors[position] for position, resized in written.items() if resized)
             result = run_synchronously(queue, func, args, kwargs or {}, tensors, floats)
             found = learn_op(func, args, kwargs or {}, result)
             if found is not None:
@@ -100,6 +104,9 @@ def run(
         except WireError as error:
             raise NotImplementedError(str(error)) from None
         queue.remember(tuple(key), found)
+    if found.changes:
+        unshare([tensors[position] for position, _ in found.changes])
+        numbers = [tensor._handle.number for tensor in tensors]
     try:
         first = queue.record(found, numbers, floats)
     except OperatorError as error:  # from a synchronous queue
@@ -110,6 +117,12 @@ def run(
             return wrap_view(tensors[found.viewed], Handle(queue, first), only)
         return wrap(Handle(queue, first), only)
     return _returned(queue, found, tensors, first)
+
+
+def unshare(tensors: Iterable[VirtualTensor]) -> None:
+    """Give tensors buffers of their own in the same memory, before their layouts change: ``detach`` shares buffers."""
+    for tensor in tensors:
+        rebind(tensor, launch(tensor._handle.queue, aten.alias.default, tensor))
 
 
 def _write_unwaited(args: Any) -> None:
@@ -152,11 +165,13 @@ def _decompose(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _returned(queue: CommandQueue, found: CachedOp, tensors: list[VirtualTensor], first: int) -> Any:
     """Return the results of an operator that returns more than one new tensor."""
+    relaid = [position for position, metadata in found.changes if tensors[position]._metadata is not metadata]
     for position, metadata in found.changes:
-        if tensors[position]._metadata is not metadata:
+        if position in relaid:
             relay(tensors[position], metadata)
-    if found.versioned:
-        increment_version([tensors[position] for position in found.versioned])
+    if found.versioned:  # another layout is a write of its own
+        written = [*found.versioned, *(position for position in relaid if position in found.versioned)]
+        increment_version([tensors[position] for position in written])
     values: list[Any] = []
     for item, source in zip(found.returns, found.shared, strict=True):
         if item is None:

@@ -157,7 +157,8 @@ def _compared(
         else:
             returns.append(metadata_of(item))
     changes = []
-    for number, tensor in enumerate(order):
+    for number in sorted(writes):  # not of a read one that is the same tensor: in another call it may be none
+        tensor = order[number]
         now = metadata_of(twins[id(tensor)])
         if now is not tensor._metadata:
             changes.append((number, now))

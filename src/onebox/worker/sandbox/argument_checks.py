@@ -24,7 +24,7 @@ from onebox.wire.program import DType, LayoutArgument, MemoryFormat
 from onebox.wire.tensors import is_dense
 from onebox.worker.memory.shared import LENT_STORAGES
 from onebox.worker.sandbox.argument_rules import RULES, Arguments, Rules
-from onebox.worker.sandbox.overlaps import require_apart
+from onebox.worker.sandbox.overlaps import require_apart, require_shape
 
 Run = Callable[..., Any]
 
@@ -425,6 +425,7 @@ class _Into:
             for out in outs:
                 if (filled := instead.get(id(out))) is not None:
                     if out.shape != filled.shape:
+                        require_shape(self._operator, out, filled.shape, read)
                         out.resize_(filled.shape)
                     out.copy_(filled)
             for out, size_bytes in zip(outs, before, strict=True):

@@ -84,6 +84,18 @@ def require_apart(operator: OpOverload, outs: Sequence[Tensor], read: Mapping[st
                 )
 
 
+def require_shape(
+    operator: OpOverload, out: Tensor, shape: Sequence[int], read: Mapping[str, Sequence[Tensor]]
+) -> None:
+    """Refuse a result of another shape in a tensor that is read, too, by operators that compute element by element.
+
+    Raises:
+        RuntimeError: PyTorch would have raised it.
+    """
+    if torch.Tag.pointwise in operator.tags and any(out is tensor for tensors in read.values() for tensor in tensors):
+        raise RuntimeError(f"output with shape {list(out.shape)} doesn't match the broadcast shape {list(shape)}")
+
+
 def _on_itself(tensor: Tensor) -> bool:
     return any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 

@@ -1,0 +1,36 @@
+"""Random programs of views and writes on virtual devices against the CPU; see :mod:`.aliasing`.
+
+The long run is ``python benchmarks/aliasing.py``.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from onebox.vgpu import attach
+from tests.process.plain.aliasing import Writer, fuzzed
+from tests.process.shelf import Shelf
+
+FIRST = int(os.environ.get("ONEBOX_FUZZ_SEED", "0"))
+SHORT, LONG = 60, 1000
+
+
+def test_a_seed_gives_one_program() -> None:
+    first, again = Writer(FIRST).write(), Writer(FIRST).write()
+    assert first.text() == again.text()
+    assert Writer(FIRST + 1).write().text() != first.text()
+
+
+@pytest.mark.short
+@pytest.mark.parametrize(
+    "seeds",
+    [range(FIRST, FIRST + SHORT), pytest.param(range(FIRST + SHORT, FIRST + SHORT + LONG), marks=pytest.mark.long)],
+    ids=["few", "many"],
+)
+def test_aliases_are_what_they_are_on_the_cpu(seeds: range, pools: Shelf) -> None:
+    attach(pools(2))
+    counts, reports = fuzzed(seeds)
+    assert not reports, "\n\n".join(reports[:3])
+    assert counts["equal"] > len(seeds) // 3, counts
