@@ -5,16 +5,18 @@ from __future__ import annotations
 import functools
 import gc
 import random
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import onebox
 from onebox.errors import OperatorError
-from onebox.vgpu import set_synchronous
+from onebox.vgpu import set_synchronous, spawn
 
 QUOTA = 64 << 20
 
@@ -355,6 +357,97 @@ def test_data_parallel(pool: onebox.Pool) -> None:
             model(batch).square().sum().backward()
             optimizer.step()
     torch.testing.assert_close(state_of(far), state_of(near), rtol=1e-12, atol=1e-13)
+
+
+# ---- ranks
+
+_said: dict[int, list[Any]] = {}
+"""Results of ranks, which are threads."""
+
+_making = threading.Lock()
+"""Held while a model draws the random numbers that all threads share."""
+
+
+def _collectives(rank: int) -> None:
+    said: list[str] = []
+    dist.init_process_group("onebox", rank=rank, world_size=2)
+    x = torch.full((2,), 1.0 + rank, device=f"vgpu:{rank}")
+    for step in range(4):
+        if step == 1 and rank == 0:
+            fail(rank)
+        try:
+            dist.all_reduce(x)
+            said.append(str(x.tolist()))
+        except OperatorError as error:
+            said.append(error.operator)
+    _said[rank] = said
+    dist.destroy_process_group()
+
+
+def test_collectives_go_on_in_another_group_once_all_ranks_have_been_told(pool: onebox.Pool) -> None:
+    spawn(_collectives, nprocs=2)
+    expected = ["[3.0, 3.0]", "aten.embedding.default", "[6.0, 6.0]", "[12.0, 12.0]"]
+    assert (_said.pop(0), _said.pop(1)) == (expected, expected)
+
+
+def _replicas(rank: int, failing: int) -> None:
+    dist.init_process_group("onebox", rank=rank, world_size=2)
+    place = f"vgpu:{rank}"
+    with _making:
+        model = small().to(place)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step in range(5):
+        x = torch.full((3, 6), 1.0 + step, dtype=torch.float64) + rank
+        for bad in (True, False) if step in (0, 3) else (False,):
+            if bad and rank == failing:
+                fail(rank)
+            try:
+                optimizer.zero_grad()
+                model(x.to(place)).square().mean().backward()
+                for parameter in model.parameters():
+                    assert parameter.grad is not None
+                    dist.all_reduce(parameter.grad, op=dist.ReduceOp.AVG)
+                sync(rank)
+                optimizer.step()
+            except OperatorError:
+                assert bad
+    _said[rank] = state_of(model)
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_gradients_summed_by_ranks(pool: onebox.Pool, failing: int) -> None:
+    spawn(_replicas, (failing,), nprocs=2)
+    made = _said.pop(0), _said.pop(1)
+    plain = small()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+    for step in range(5):
+        optimizer.zero_grad()
+        x = torch.full((3, 6), 1.0 + step, dtype=torch.float64)
+        (plain(x).square().mean() / 2 + plain(x + 1).square().mean() / 2).backward()
+        optimizer.step()
+    assert made[0] == made[1]
+    torch.testing.assert_close(made[0], state_of(plain), rtol=1e-12, atol=1e-13)
+
+
+def _one_goes_on(rank: int) -> None:
+    dist.init_process_group("onebox", rank=rank, world_size=2)
+    x = torch.ones(2, device=f"vgpu:{rank}")
+    if rank == 0:
+        fail(rank)
+    try:
+        dist.all_reduce(x)
+        x.tolist()
+    except OperatorError:
+        if rank == 0:
+            raise
+        dist.all_reduce(x)
+        x.tolist()
+
+
+def test_a_rank_that_goes_on_does_not_wait_for_one_that_has_ended(pool: onebox.Pool) -> None:
+    with pytest.raises(torch.multiprocessing.ProcessRaisedException, match="embedding"):
+        spawn(_one_goes_on, nprocs=2)
 
 
 # ---- random programs

@@ -45,6 +45,15 @@ class Communicator:
         self.rank = rank
         self.size = size
         self.tagged = tagged
+        self.moment = 0
+        """That of the latest failure of which the rank had been told with its latest collective."""
+
+    @property
+    def whole(self) -> bool:
+        """False once a rank has left, as far as it is known; a process that shares the devices of its parent does not
+        learn it."""
+        pool = self.queue.pool
+        return pool.attached or pool.is_whole(self.group)
 
     def total(self, tensor: VirtualTensor) -> VirtualTensor:
         """Return the sum of each rank's tensor, in the order of the ranks; the tensor is not modified.
@@ -120,7 +129,7 @@ def _claim(queue: CommandQueue) -> None:
             raise UsageError(f"{queue.device} is another rank's already: let each rank have devices of its own")
         if not count:
             queue.pool.claim(queue.worker)
-            queue.has_rank = True
+            queue.channel.begin_rank()
         _claims[queue] = own, count + 1
 
 
@@ -130,7 +139,7 @@ def _release(queue: CommandQueue) -> None:
         if count > 1:
             _claims[queue] = thread, count - 1
         elif count:
-            queue.has_rank = False
+            queue.channel.end_rank()
             with contextlib.suppress(OneboxError):  # nothing to release in a closed pool
                 queue.pool.release(queue.worker)
 

@@ -164,14 +164,28 @@ class VirtualProcessGroup(_Base):
         return context.queue_of(torch.device("vgpu", context.device_of_rank(self._rank)))
 
     def _at(self, tensor: Tensor) -> Communicator:
-        """Return the communicator of a tensor's device; formed with the first tensor there."""
+        """Return the communicator of a tensor's device; formed with the first tensor there.
+
+        A rank that cannot do its part because of a failure leaves it. Then each rank is told of a failure once, with
+        its next collective at the latest, and all form another group with the first one after that.
+
+        Raises:
+            OneboxError: It could not be formed; or the failure, if the script has not been told of it.
+            torch.OutOfMemoryError: Likewise, a lack of memory.
+        """
         queue = self._queue(tensor)
         found = self._communicators.get(queue)
+        if found is not None and not found.whole:
+            queue.synchronize()
+            queue.channel.require_told(found.moment)
+            self._communicators.pop(queue).leave()
+            found = None
         if found is None:
             self._formed += 1
             restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun may keep the store over restarts
             found = form(self._store, f"devices{self._formed}/{restarts}", queue, self._rank, self._size)
             self._communicators[queue] = found
+        found.moment = queue.channel.moment
         return found
 
     def _there(self, tensor: Tensor) -> VirtualTensor:

@@ -110,8 +110,6 @@ class CommandQueue:
         self.synchronous = False
         self.has_learned = False
         """True if an operator has been of a new kind, or on new shapes, since the last :meth:`synchronize`."""
-        self.has_rank = False
-        """True if the device is a rank's, which may wait for other ranks."""
         self.seed = FIRST_SEED
         self._ring = ring
         self._next = self._begin = FIRST + pool.first_number - 1
@@ -129,6 +127,11 @@ class CommandQueue:
         self._room = 0  # the buffer that the very last operator allocated, or none
         self._batches = Batcher(pool.new_number)
         self._forked = False
+
+    @property
+    def has_rank(self) -> bool:
+        """True if the device is a rank's, which may wait for other ranks."""
+        return self.channel.of_rank
 
     @property
     def used(self) -> bool:

@@ -38,7 +38,7 @@ class DeviceContext:
         self.pool = pool
         self.owner = os.getpid()
         self.transfers = threading.RLock()
-        self.errors = ScriptErrors(lambda: called, lambda: _send_recorded(self), self._tidy)
+        self.errors = ScriptErrors(lambda: called, self._send, self._tidy)
         self.queues = tuple(CommandQueue(pool, worker, idle.ring, self.errors) for worker in range(len(pool)))
         for queue in self.queues:
             queue.channel.others = [each.channel for each in self.queues]
@@ -75,19 +75,27 @@ class DeviceContext:
                     queue.channel.waits += 1
             return self._group
 
+    def _send(self, worker: int) -> None:
+        """Send what was recorded on a rank's device, or on all devices of the script."""
+        own = self.queues[worker]
+        for queue in [own] if own.has_rank else self.queues:
+            with contextlib.suppress(OneboxError):
+                queue.flush(pace=False)
+
     def _tidy(self, workers: set[int]) -> None:
         """Call :data:`after_failures` with the queues of the devices that a failure has stopped.
 
-        Others are waited for only if they are in no group of ranks: they could wait there for what this thread does
-        next.
+        A rank's device is its own matter: others could wait there for what this thread does next.
         """
-        queues = [queue for queue in self.queues if queue.worker in workers or not queue.has_rank]
+        alone = any(self.queues[worker].has_rank for worker in workers)
+        queues = [queue for queue in self.queues if queue.worker in workers or not (alone or queue.has_rank)]
         for call in after_failures:
             call(queues)
 
     def _failures(self) -> list[int]:
         """Return numbers that change with each failure of which the script is told, or for which a peer was lost."""
-        return [self.errors.count, *(queue.channel.lost_peer() for queue in self.queues)]
+        channels = [queue.channel for queue in self.queues]
+        return [number for channel in channels for number in (channel.told, channel.lost_peer())]
 
     def _settle(self) -> None:
         """Wait until all workers have executed everything, at most :data:`SETTLE_S`.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import threading
 import time
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from onebox.errors import DeviceMemoryError, OneboxError, OperatorError, PeerLost, WireError
+from onebox.errors import DeviceMemoryError, OneboxError, OperatorError, PeerLost, WireError, WorkerError
 from onebox.pool import Pool, WorkerReply
 from onebox.pool.errors import CAUSE_S
 from onebox.sizes import enough_text
@@ -52,35 +53,52 @@ def _settled(future: Future[WorkerReply]) -> bool:
     return True
 
 
+_moments = itertools.count(1)
+"""Numbers the failures that scripts are told of, in order."""
+
+
 class ScriptErrors:
-    """The failures that a script has been told of, on all devices of a pool.
+    """The failures that a script has been told of, on all devices of a pool; or a rank, on its own.
 
     Args:
         called: Returns the name of the device type in the script.
-        send: Called before a failure counts as told: sends what has been recorded until then on all devices.
-        tidy: Called with the devices of a failure of an operator, before it is raised.
+        send: Called with a device before its failure counts as told: sends what has been recorded until then.
+        tidy: Called with the devices of a failure before it is raised.
 
     Attributes:
         count: Their number.
         last: The latest failure of an operator; ``None`` before the first.
+        moment: Number of the latest failure among those of all ranks.
     """
 
     def __init__(
         self,
         called: Callable[[], str] = lambda: "vgpu",
-        send: Callable[[], object] = lambda: None,
+        send: Callable[[int], object] = lambda _: None,
         tidy: Callable[[set[int]], object] = lambda _: None,
     ) -> None:
         self.count = 0
         self.last: OperatorError | None = None
-        self._called = called
+        self.moment = 0
+        self.called = called
         self.send = send
         self.tidy = tidy
+
+    def tell(self, error: BaseException) -> None:
+        """Count a failure."""
+        self.count += 1
+        self.moment = next(_moments)
+        if isinstance(error, OperatorError):
+            self.last = copy.copy(error)  # without its traceback, which refers to the script's tensors
+
+    def for_rank(self) -> ScriptErrors:
+        """Return those of a rank, of which there are none yet."""
+        return ScriptErrors(self.called, self.send, self.tidy)
 
     def out_of_memory(self, error: DeviceMemoryError) -> torch.OutOfMemoryError:
         """Return PyTorch's error for a lack of memory, which begins as that of CUDA does under its name: some libraries
         decide by these words whether smaller batches would help."""
-        called = self._called()
+        called = self.called()
         asked = f" Tried to allocate {enough_text(error.asked_bytes)}." if error.asked_bytes else ""
         name = "CUDA" if called == "cuda" else called
         made = torch.OutOfMemoryError(f"{name} out of memory.{asked} {error}")
@@ -133,7 +151,7 @@ class InFlight:
     def __init__(self, errors: ScriptErrors | None = None) -> None:
         self.told = 0
         """Number of the latest message with a failure that the script has been told of."""
-        self._errors = errors or ScriptErrors()
+        self.errors = errors or ScriptErrors()
         self._messages: deque[SentMessage] = deque()
         self._size_bytes = 0
         self._executed = 0
@@ -186,7 +204,7 @@ class InFlight:
 
     def is_consequence(self, failed: Failed) -> bool:
         """Return whether a message lacked data of another device, and the script has been told of a failure since."""
-        return isinstance(failed.error, PeerLost) and failed.errors < self._errors.count
+        return isinstance(failed.error, PeerLost) and failed.errors < self.errors.count
 
     def before(self, number: int) -> list[Future[WorkerReply]]:
         """Return the futures of the messages without a reply that were sent before one."""
@@ -236,6 +254,7 @@ class RequestChannel:
         waits: Number of waits for a reply so far.
         messages: Number of messages sent so far.
         others: The channels of all devices of the pool; set by the creator of the devices.
+        of_rank: Whether the device is a rank's.
     """
 
     def __init__(self, pool: Pool, worker: int, errors: ScriptErrors) -> None:
@@ -245,7 +264,9 @@ class RequestChannel:
         self.others: Sequence[RequestChannel] = ()
         self._pool = pool
         self._worker = worker
-        self._errors = errors
+        self._script = self._errors = errors
+        self._rank = errors.for_rank()
+        self.of_rank = False
         self._in_flight = InFlight(errors)
 
     def message(self, instructions: Sequence[Instruction], frames: Sequence[Any], *, awaited: bool) -> SentMessage:
@@ -332,15 +353,16 @@ class RequestChannel:
             if self._in_flight.is_consequence(failed):
                 error = copy.copy(self._errors.last) or error
             elif (cause := _first_failure(self.others)) is not None:
-                told.append(cause)
                 error = cause[1].error
-        self._errors.send()
+                if not self.of_rank:
+                    told.append(cause)
+            elif self.of_rank:
+                error = self._told_to_others() or error
+        self._errors.send(self._worker)
         for channel, one in told:
             with channel.lock:
                 channel._in_flight.mark_told(one.number)
-        self._errors.count += 1
-        if isinstance(error, OperatorError):
-            self._errors.last = copy.copy(error)  # without its traceback, which refers to the script's tensors
+        self._errors.tell(error)
         if isinstance(error, OperatorError | PeerLost | WireError):
             self._errors.tidy({channel._worker for channel, _ in told})
         try:
@@ -350,6 +372,57 @@ class RequestChannel:
         finally:
             told.clear()
             error = failed = cause = one = None  # type: ignore[assignment]
+
+    def _told_to_others(self) -> OperatorError | None:
+        """Return the latest failure that another rank has been told of since this one was told of any; the thread of
+        that rank may need a moment."""
+        end_s = time.monotonic() + CAUSE_S
+        while time.monotonic() < end_s:
+            latest = max((channel._rank for channel in self.others), key=lambda each: each.moment, default=None)
+            if latest is not None and latest.moment > self._errors.moment and latest.last is not None:
+                return copy.copy(latest.last)
+            time.sleep(_LOOK_S)
+        return None
+
+    def require_told(self, moment: int) -> None:
+        """Raise the failure for which another rank has left, unless this one has been told of one.
+
+        Args:
+            moment: That of the failure that this rank had been told of with its latest collective; see :attr:`moment`.
+
+        Raises:
+            OneboxError: It has not.
+            torch.OutOfMemoryError: Likewise, for a lack of memory.
+        """
+        if self._errors.moment > moment:
+            return
+        error: WorkerError | None = self._told_to_others()
+        if error is None:
+            error = PeerLost("another rank has left the group, and is not known to have failed", worker=self._worker)
+        self._errors.tell(error)
+        raise self._errors.out_of_memory(error) if isinstance(error, DeviceMemoryError) else error
+
+    @property
+    def moment(self) -> int:
+        """Number of the latest failure that the script has been told of."""
+        return self._errors.moment
+
+    def begin_rank(self) -> None:
+        """Let the device be a rank's, which is told of its failures by itself."""
+        self.of_rank = True
+        self._rank.count = max(self._rank.count, self._script.count)
+        self._errors = self._in_flight.errors = self._rank
+
+    def end_rank(self) -> None:
+        """Let the device be the script's again."""
+        self.of_rank = False
+        self._script.count = max(self._script.count, self._rank.count)
+        self._errors = self._in_flight.errors = self._script
+
+    @property
+    def told(self) -> int:
+        """Number of the latest message with a failure that the script has been told of."""
+        return self._in_flight.told
 
     def lost_peer(self) -> int:
         """Return the number of the last message that has failed because data from another worker did not come; 0 for
