@@ -47,6 +47,39 @@ def test_training_gives_what_eager_operators_give(name: str, programs: list[Any]
     torch.testing.assert_close(made, trained(name, "cpu", lambda model: model), **EXACT)
 
 
+class Heads(nn.Module):
+    """Attention of heads whose kernels lay out gradients otherwise than they are traced.
+
+    Args:
+        activation: Of queries, keys and values.
+    """
+
+    def __init__(self, activation: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(3, 24), nn.Linear(8, 5)
+        self.activation = activation
+
+    def forward(self, x_BTF: Tensor) -> Tensor:
+        """Map [B, T, 3] to [B, 5, T]."""
+        q, k, v = (self.activation(t.unflatten(-1, (2, 4)).transpose(1, 2)) for t in self.qkv(x_BTF).chunk(3, -1))
+        mixed = functional.scaled_dot_product_attention(q, k, v) + q @ (k.transpose(-1, -2) @ v)
+        return self.out(mixed.transpose(1, 2).flatten(2)).transpose(1, 2)
+
+
+@pytest.mark.parametrize("name", ["elu", "hardtanh", "softplus", "hardswish", "logsigmoid"])
+def test_values_that_lie_otherwise_than_traced(name: str, programs: list[Any]) -> None:
+    activation = getattr(functional, name)
+
+    def gradients(device: str, wrap: Callable[[nn.Module], Any]) -> list[Tensor]:
+        torch.manual_seed(0)
+        model, x, y = Heads(activation), torch.randn(4, 6, 3), torch.randn(4, 5, 6)
+        loss = functional.huber_loss(wrap(model.to(device))(x.to(device)), y.to(device))
+        return [loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))]
+
+    close(gradients(HERE, compiled), gradients("cpu", lambda model: model))
+    assert programs
+
+
 def test_dropout_draws_what_eager_operators_draw() -> None:
     eager = trained("dropping", HERE, lambda model: model)
     torch.testing.assert_close(trained("dropping", HERE, compiled), eager, rtol=0, atol=0)
