@@ -92,6 +92,13 @@ def _accelerate(name: str, devices: int, flags: str = "", **more: Any) -> Case:
     return _case("accelerate", name, devices, f"accelerate {flags}", packages=("accelerate",), **launch, **more)
 
 
+def _finetuning(feature: str, name: str) -> Case:
+    packages = ("accelerate", "transformers", "datasets")
+    return _case(
+        "accelerate", f"pretrained, {name}", 2, f"finetuning {feature}", launcher=ACCELERATE, packages=packages
+    )
+
+
 def _lightning(name: str, devices: int, **more: Any) -> Case:
     return _case("lightning", name, devices, f"lightning {devices} {name}", packages=("lightning",), **more)
 
@@ -111,6 +118,18 @@ CASES = (
     _accelerate("gradient accumulation", 2, "--accumulate 2"),
     _accelerate("bf16", 2, "--mixed-precision bf16", tolerance=BFLOAT16),
     _accelerate("fp16", 2, "--mixed-precision fp16", tolerance=HALF, plain=(("fp16", "no"),)),
+    _finetuning("nlp", "gathered metrics"),
+    _finetuning("accumulation", "gradient accumulation"),
+    _finetuning("automatic-accumulation", "automatic gradient accumulation"),
+    _finetuning("checkpointing", "resumed in an epoch"),
+    _finetuning("cross-validation", "cross validation"),
+    _finetuning("early-stopping", "early stopping"),
+    _finetuning("local-sgd", "local SGD"),
+    _finetuning("memory", "find_executable_batch_size"),
+    _finetuning("parallel-options", "options of DistributedDataParallel"),
+    _finetuning("profiler", "profiler"),
+    _finetuning("split-batches", "split batches"),
+    _finetuning("tracking", "tracking"),
     _lightning("auto", 1),
     _lightning("ddp", 2),
     _lightning("ddp_spawn", 2),
@@ -122,6 +141,7 @@ CASES = (
     _transformers("torch_compile", 1, "--batch 8 --set torch_compile", plain=(("--set", ""), ("torch_compile", ""))),
     _transformers("DistributedDataParallel", 2, "--batch 4", launcher=TORCHRUN),
     _transformers("DistributedDataParallel", 4, "--batch 2", launcher=TORCHRUN),
+    _transformers("from_pretrained", 2, "--batch 4 --pretrained", launcher=TORCHRUN),
     _transformers("device_map", 2, "--batch 8 --layers 6 --device-map", ranks=False),
     _transformers("DataParallel", 2, "--batch 4", ranks=False, plain=(("4", "8"),)),
     _transformers("DataParallel, classifier", 2, "--batch 4 --classifier", ranks=False, plain_ranks=True),
@@ -130,6 +150,14 @@ CASES = (
     _transformers("LoRA, DistributedDataParallel", 2, "--batch 4 --adapters lora", launcher=TORCHRUN),
     _case("trl", "SFTTrainer", 1, "trl", ranks=False, packages=("trl", "transformers")),
     _case("trl", "SFTTrainer", 2, "trl --batch 4", launcher=TORCHRUN, packages=("trl", "transformers")),
+    _case(
+        "trl",
+        "SFTTrainer, from_pretrained",
+        2,
+        "trl --batch 4 --pretrained",
+        launcher=TORCHRUN,
+        packages=("trl", "transformers"),
+    ),
     _case("diffusers", "UNet2DModel", 1, "diffusers", ranks=False, packages=("diffusers", "accelerate")),
     _case("diffusers", "UNet2DModel", 2, "diffusers", launcher=ACCELERATE, packages=("diffusers", "accelerate")),
 )

@@ -79,6 +79,7 @@ if __name__ == "__main__":
     parser.add_argument("--set", nargs="*", default=[], help="flags of TrainingArguments to turn on")
     parser.add_argument("--device-map", action="store_true")
     parser.add_argument("--classifier", action="store_true")
+    parser.add_argument("--pretrained", action="store_true", help="load the model from a folder, after a collective")
     parser.add_argument("--adapters", choices=["lora", "dora"])
     options = parser.parse_args()
     torch.manual_seed(0)
@@ -98,6 +99,11 @@ if __name__ == "__main__":
         use_cpu=not torch.cuda.is_available(),
         **dict.fromkeys(options.set, True),
     )
+    if options.pretrained:
+        with arguments.main_process_first():
+            if arguments.process_index == 0:
+                model.save_pretrained("start")
+        model = type(model).from_pretrained("start")
     trainer = Trainer(model=model, args=arguments, train_dataset=Texts(classes=options.classifier))
     trainer.train()
     losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]

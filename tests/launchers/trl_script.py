@@ -6,6 +6,7 @@ import argparse
 import json
 
 import torch
+from accelerate import PartialState
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -24,6 +25,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--pretrained", action="store_true", help="load the model from a folder, as trl's sft.py does")
     options = parser.parse_args()
     generator = torch.Generator().manual_seed(0)
     rows = [" ".join(f"w{n}" for n in torch.randint(WORDS, (10,), generator=generator)) for _ in range(64)]
@@ -52,8 +54,21 @@ if __name__ == "__main__":
         use_cpu=not torch.cuda.is_available(),
     )
     texts = Dataset.from_dict({"text": rows})
-    trainer = SFTTrainer(LlamaForCausalLM(config), arguments, train_dataset=texts, processing_class=tokenizer())
+    model: LlamaForCausalLM | str = LlamaForCausalLM(config)
+    if options.pretrained:
+        with PartialState().main_process_first():
+            if PartialState().is_main_process:
+                model.save_pretrained("start")
+        model, arguments.model_init_kwargs = "start", {"dtype": "float32"}
+    trainer = SFTTrainer(model, arguments, train_dataset=texts, processing_class=tokenizer())
     trainer.train()
     losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
+    if options.pretrained:
+        trainer.save_model("tuned")
+        trainer.accelerator.wait_for_everyone()
+        tuned = LlamaForCausalLM.from_pretrained("tuned", dtype="float32").to(arguments.device)
+        rest = SFTTrainer(tuned, arguments, train_dataset=texts, processing_class=tokenizer())
+        rest.train()
+        losses += [line["loss"] for line in rest.state.log_history if "loss" in line]
     if trainer.is_world_process_zero():
         print(json.dumps({"losses": losses, "ranks": arguments.world_size}), flush=True)

@@ -48,7 +48,8 @@ def _refused(name: str) -> Any:
 
 
 _OF_ELEMENTS = (
-    "__getitem__", "__setitem__", "_set_from_file", "_share_cuda_", "_share_fd_cpu_", "_share_filename_cpu_",
+    "__getitem__", "__reduce_ex__", "__setitem__", "_set_from_file", "_share_cuda_", "_share_fd_cpu_",
+    "_share_filename_cpu_",
     "_shared_decref", "_shared_incref", "_write_file", "bool", "byte", "byteswap", "bfloat16", "char", "clone",
     "complex_double", "complex_float", "copy_", "cpu", "cuda", "double", "fill_", "float", "half", "hpu", "int",
     "is_pinned", "long", "mps", "new", "pin_memory", "resize_", "share_memory_", "short", "to", "tolist", "type",
