@@ -212,3 +212,29 @@ def test_parameters_of_the_loss_are_kept(pools: Shelf, tmp_path: Path) -> None:
     optimizer = adamw(nn.ModuleList([model, loss]))
     with onebox.Trainer.resume(tmp_path, model, loss, optimizer, pool=pools(1)) as trainer:
         assert_same(steps(trainer, batches[HALF:]), straight, tolerance=0)
+
+
+def test_what_schedulers_keep_in_groups_comes_back(pools: Shelf, tmp_path: Path) -> None:
+    def made() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 2)
+        return model, torch.optim.SGD([{"params": [model.weight]}, {"params": [model.bias], "lr": 0.02}], lr=0.05)
+
+    batch = torch.ones(4, 4), torch.zeros(4, 2)
+    model, optimizer = made()
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 12)
+    optimizer.param_groups[0]["layer"], optimizer.param_groups[0]["limits"] = "first", [0.1, 2]
+    with onebox.Trainer(model, nn.functional.mse_loss, optimizer, pool=pools(1)) as trainer:
+        for _ in range(3):
+            trainer.step(*batch)
+            scheduler.step()
+        trainer.save(tmp_path)
+    before = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    model, optimizer = made()
+    with onebox.Trainer.resume(tmp_path, model, nn.functional.mse_loss, optimizer, pool=pools(1)):
+        after = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+        assert after[0].pop("limits") == (0.1, 2)
+        assert before[0].pop("limits") == [0.1, 2]
+        assert after == before
+        again = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 12, last_epoch=2)  # makes the third step again
+        assert again.get_last_lr() == pytest.approx(scheduler.get_last_lr())

@@ -263,6 +263,11 @@ def test_threads_take_turns(pools: Shelf) -> None:
     assert trainer.steps_done == 4
 
 
+def test_metrics_of_an_evaluation_belong_to_the_trainer(pools: Shelf) -> None:
+    with trainer_of(mlp(), pools(1)) as trainer, pytest.raises(UsageError, match=r"Trainer\(\.\.\., metrics="):
+        trainer.evaluate([batch()], metrics={"mse": functional.mse_loss})  # type: ignore[arg-type]
+
+
 # ---- errors of onebox itself
 
 

@@ -41,7 +41,7 @@ def entry(method: Callable[Concatenate[_S, _P], _R]) -> Callable[Concatenate[_S,
         with own.get("_lock", contextlib.nullcontext()), entered(name, model):
             return method(self, *args, **kwargs)
 
-    return call
+    return call  # type: ignore[return-value]  # mypy gives it a named self
 
 
 def entry_of_model(function: Callable[_P, _R]) -> Callable[_P, _R]:

@@ -13,6 +13,7 @@ import logging
 import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -57,7 +58,7 @@ class ReadingHook:
         self.read("pickling")
         return getattr, (contextlib.nullcontext(), "__exit__")  # what reads it needs no onebox
 
-    def read(self, reader: str, copies: Mapping[int, Any] | None = None) -> None:
+    def read(self, reader: str, copies: Mapping[int, Any] = MappingProxyType({})) -> None:
         """Bring the weights; see :meth:`Readers.read`."""
         if (readers := self._readers()) is not None:
             readers.read(reader, copies)
@@ -111,7 +112,7 @@ class Readers:
         _READERS.add(self)
         _watch_calls(_update_parameters, _clip)
 
-    def read(self, reader: str, copies: Mapping[int, Any] | None = None) -> None:
+    def read(self, reader: str, copies: Mapping[int, Any] = MappingProxyType({})) -> None:
         """Bring the weights for something that reads them.
 
         Args:
@@ -121,7 +122,7 @@ class Readers:
         if inside() or torch.compiler.is_compiling() or os.getpid() != self._process:
             return
         self._bring(reader)
-        made = [(tensor, copies[id(tensor)]) for tensor in self._tensors.values() if id(tensor) in (copies or {})]
+        made = [(tensor, copies[id(tensor)]) for tensor in self._tensors.values() if id(tensor) in copies]
         with torch.no_grad():
             for tensor, copied in made:
                 copied.copy_(tensor)

@@ -510,20 +510,27 @@ class Trainer:
     # ---- evaluation
 
     @entry
-    def evaluate(self, batches: Iterable[Any]) -> Evaluation:
+    def evaluate(self, batches: Iterable[Any], *, metrics: None = None) -> Evaluation:
         """Return the loss and metrics over batches, in eval mode, without changing anything.
 
-        Metrics are means over samples. The loss is that of all batches as one: a mean over samples, a sum, or a mean
-        over another quantity, according to ``loss_reduction``.
+        Metrics are those of the trainer, ``Trainer(metrics=...)``: means over samples; others are refused. The loss is
+        that of all batches as one: a mean over samples, a sum, or a mean over another quantity, according to
+        ``loss_reduction``.
 
         Args:
             batches: (inputs, targets) of each, as for :meth:`step`; or inputs alone, if the loss needs no targets.
+            metrics: Refused: they are captured with the model, and belong to the trainer.
 
         Raises:
-            UsageError: There is no batch.
+            UsageError: There is no batch; or the loss or a metric is no mean over samples, and a batch is divided.
             DeviceMemoryError: A batch needs more memory than a device has, or may use; nothing of it was sent.
             OneboxError: Something failed on a worker.
         """
+        if metrics is not None:
+            raise UsageError(
+                "evaluate(metrics=...): metrics belong to the trainer, which captures them with the model; give it "
+                "them, as in Trainer(..., metrics={'accuracy': lambda outputs, targets: ...})"
+            )
         self._require_open()
         self._client.bring()
         self.wait()

@@ -24,6 +24,7 @@ from onebox.integrations.planned_run import (
     loss_as_it_is,
     pool_for_run,
     targets_for,
+    told_step,
     trainer_arguments,
 )
 from onebox.pool import Pool
@@ -142,7 +143,7 @@ class OneboxStrategy(SingleDeviceStrategy):
                 contexts.enter_context(self.precision_plugin.train_step_context())
             calls, planned = self._planned_for(module, trainer, indexed=bool(more))
             with calls.recorded():
-                value = planned.step((batch,), targets_for(self._options, batch)).item()
+                value = told_step(planned, (batch,), targets_for(self._options, batch)).item()
         loss = torch.tensor(value, dtype=calls.dtype)
         for name, named in calls.logged:
             own = {} if named.get("batch_size") is None else {"batch_size": _size(batch)}

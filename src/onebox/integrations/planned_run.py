@@ -9,7 +9,7 @@ from typing import Any, Literal, TypedDict
 
 from torch import Tensor
 
-from onebox.engine import Trainer
+from onebox.engine import StepLoss, Trainer
 from onebox.engine.trainer import PlanArgument
 from onebox.engine.workload.loss_reduction import LossReduction, Weighted
 from onebox.errors import OneboxError, OperatorError, UsageError
@@ -96,6 +96,16 @@ def _positive(normaliser: float) -> float:
             "let the plan have larger micro-batches, or leave such samples out"
         )
     return normaliser
+
+
+def told_step(trainer: Trainer, inputs: Any, targets: Any) -> StepLoss:
+    """Begin a step; with the first one log the plan, which the framework's own trainer does not show."""
+    planned = trainer.plan is not None
+    loss = trainer.step(inputs, targets)
+    if not planned and trainer.plan is not None:
+        used, of = len(trainer.plan.devices), len(trainer.pool)
+        _LOG.warning("steps run on %d of %d devices: %s", used, of, trainer.plan.describe())
+    return loss
 
 
 def close_after_error(trainer: Trainer | None) -> None:

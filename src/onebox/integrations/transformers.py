@@ -22,6 +22,7 @@ from onebox.integrations.planned_run import (
     loss_as_it_is,
     pool_for_run,
     targets_for,
+    told_step,
     trainer_arguments,
 )
 from onebox.pool import Pool
@@ -202,7 +203,7 @@ class PlannedTrainer(transformers.Trainer):
             _require_equal_parts(batches, self._options.get("loss_reduction"))
             scale *= len(batches)  # the mean over all samples is the mean of the batches' means
         inputs, targets = self._as_pair(_joined(batches, self._padding), items, None if scale == 1.0 else scale)
-        self._latest = planned.step(inputs, targets)
+        self._latest = told_step(planned, inputs, targets)
         self._losses.append((self.state.global_step, self._latest))
 
     @property

@@ -215,5 +215,5 @@ def explain_links(devices: Sequence[DeviceInfo], plain_links: bool) -> str:
         return ""
     return (
         "GPUs of different hosts send each other tensors over encrypted sockets, by way of the hosts' memory: NCCL "
-        "does not encrypt. On a network that nobody else reaches, plain_links (--plain-links) lets them use NCCL"
+        "does not encrypt. On a network that nobody else reaches, plain_links=True lets them use NCCL"
     )

@@ -65,9 +65,7 @@ def resolve_device_shares(
             return tuple(shares_from_speeds([device.speed for device in devices]))
         whole = shares_from_times(measure_times(pool, captures, batch, remote, workers))
         if len(set(whole)) > 1:
-            _LOG.warning(
-                "shares of the batch as measured; for the same numbers again: --shares %s", ",".join(map(str, whole))
-            )
+            _LOG.warning("shares of the batch as measured; for the same numbers again: shares=%s", list(whole))
         return tuple(float(weight) / sum(whole) for weight in whole)
     weights = [float(share) for share in shares]
     if len(weights) != count:

@@ -86,7 +86,7 @@ class PlanRequest:
                 if part not in self.lossy:
                     raise UsageError(
                         f"the plan sends {part} as {codecs[0]}, which changes the result: allow it with "
-                        f"lossy=({part!r},), or --lossy {part}, or take {part}='none' in the plan's stages"
+                        f"lossy=({part!r},), or take {part}='none' in the plan's stages"
                     )
         elif not isinstance(self.plan, DataParallel) and self.plan != "auto":
             raise UsageError(f"plan={self.plan!r}: {ALLOWED_PLANS}")

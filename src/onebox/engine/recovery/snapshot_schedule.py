@@ -236,7 +236,7 @@ class SnapshotScheduler(StepObserver):
             self._snapshots.drop(before)
         _LOG.warning(
             "the run cannot recover from a loss until a snapshot finds room: give the workers' host more memory, or "
-            "save checkpoints often (trainer.save, --save-every)"
+            "save checkpoints often with trainer.save(folder)"
         )
 
     def _arrive(self, copies: SnapshotLayout | None) -> None:

@@ -29,7 +29,7 @@ from onebox.engine.state.transfer import StateTransfer
 from onebox.engine.state.weight_files import write_weights
 from onebox.engine.workload.loss_reduction import LossReduction, ReductionName
 from onebox.engine.workload.named_state import NamedState, named_state
-from onebox.engine.workload.parameter_groups import Optimizers, groups_of, optimizers_in
+from onebox.engine.workload.parameter_groups import Optimizers, groups_of, notes_of, optimizers_in
 from onebox.errors import CheckpointError, UsageError
 from onebox.plan import Plan
 from onebox.trainer_options import DataParallel, Shares
@@ -37,11 +37,11 @@ from onebox.wire import spec_of
 
 
 def group_entries(optimizer: Optimizers, state: NamedState) -> tuple[GroupEntry, ...]:
-    """Return the parameter groups of optimizers with the names of their parameters."""
+    """Return the parameter groups of optimizers with the names of their parameters, and what schedulers keep there."""
     names = {id(tensor): name for name, tensor in state.tensors.items()}
     return tuple(
-        GroupEntry(tuple(names[id(parameter)] for parameter in group.parameters), group.options)
-        for group in groups_of(optimizer)
+        GroupEntry(tuple(names[id(parameter)] for parameter in group.parameters), {**group.options, **notes})
+        for group, notes in zip(groups_of(optimizer), notes_of(optimizer), strict=True)
     )
 
 

@@ -166,8 +166,9 @@ class MeanLossCheck:
     def _key(self, batch: Batch, micro_batches: Sequence[MicroBatch], *, train: bool) -> Hashable:
         """Return the same for batches of which one code of the user's, in one state, computes the loss."""
         size = max(part.size for part in micro_batches)
-        structure, numbers, leaves, _, state = batch.kind(size)
-        return structure, numbers, leaves, state, train, self._captures.traced(batch, size, train=train).operators
+        leaves = tuple((leaf.dim(), leaf.dtype) for leaf in batch.leaves)
+        operators = self._captures.traced(batch, size, train=train).operators
+        return str(batch.structure), batch.structure.numbers, leaves, batch.python_state, train, operators
 
     def probe(
         self, batch: Batch, micro_batches: Sequence[MicroBatch], ready: InstalledPlan, packing: BatchCompression

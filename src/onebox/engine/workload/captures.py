@@ -326,8 +326,21 @@ class Captures:
                 f"; this is a micro-batch of {size} of its {batch.size} samples: inputs and targets are divided along "
                 "the first dimension, which has to be that of samples (batch_first=True of recurrent layers)"
             )
-            said = f"{error}; the batch has {batch}{part if size < batch.size else ''}"
-            raise CaptureError(said, where=error.where, unfit=True) from error
+            part = f"{part}{self._kept_by_sample(batch, error)}" if size < batch.size else ""
+            raise CaptureError(f"{error}; the batch has {batch}{part}", where=error.where, unfit=True) from error
+
+    def _kept_by_sample(self, batch: Batch, error: CaptureError) -> str:
+        """Return the cause of a misfit where a buffer seems to have a row for each sample of a batch."""
+        for owner in self._owners.values():
+            for name, buffer in owner.named_buffers():
+                if (batch.size in buffer.shape and batch.size > 1) or f"got {list(buffer.shape)}" in str(error):
+                    return (
+                        f". Buffer {name} {list(buffer.shape)} seems to hold something for each sample of a batch, "
+                        "such as a state that is carried from batch to batch: buffers are not divided, so that such a "
+                        "model needs one micro-batch on one replica (a pool or plan of one device and no smaller "
+                        "micro_batch), or virtual devices"
+                    )
+        return ""
 
     def _model(self, captured: Captured, *, train: bool) -> TracedModel:
         measured = self.recipe.reduction is None or (not train and bool(self.recipe.metrics))

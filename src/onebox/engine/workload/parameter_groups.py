@@ -83,6 +83,26 @@ def options_of(optimizers: Optimizers) -> tuple[Options, ...]:
     return tuple(options for each in optimizers_in(optimizers) for options in _options(each))
 
 
+def notes_of(optimizers: Optimizers) -> list[Options]:
+    """Return what each parameter group has beside its options, as schedulers keep there, such as ``initial_lr``."""
+    found = []
+    for each in optimizers_in(optimizers):
+        for group in each.param_groups:
+            own = {key: value for key, value in group.items() if key not in ("params", *each.defaults)}
+            found.append({key: _plain(key, value, None) for key, value in own.items() if _is_plain(value)})
+    return found
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return all(isinstance(item, int | float) for item in value)
+    return (
+        value is None
+        or isinstance(value, bool | int | float | str)
+        or (isinstance(value, Tensor) and value.numel() == 1)
+    )
+
+
 def elements_of(optimizers: Optimizers) -> list[tuple[str, int]]:
     """Return the number of elements that each optimizer class updates, which determines its time."""
     found: Counter[str] = Counter()

@@ -22,6 +22,7 @@ _FRAME = re.compile(r'File "([^"]+)", line (\d+), in ')
 _UNFIT = re.compile(
     r"same reduction dim|shapes cannot be multiplied|[Ss]ize of tensor|batch_size|must have the same dtype|"
     r"size mismatch|should be the same|"
+    r"Expected hidden|"
     r"to have \d+ channels|shape '.*' is invalid|normalized_shape|[Ss]izes of tensors must match|must match the size"
 )
 """Messages of PyTorch 2.11 to 2.13, while it traces, for a batch that a model or a loss does not accept."""
