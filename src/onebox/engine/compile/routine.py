@@ -196,7 +196,8 @@ def with_exchanges(worker: int, routine: StepRoutine, members: Mapping[int, Sequ
     counts: Counter[int] = Counter()
     labels = []
     for step, label in zip(routine.steps, routine.labels, strict=True):
-        exchange, peers = (), ()
+        exchange: tuple[int, ...] = ()
+        peers: tuple[int, ...] = ()
         match step:
             case Send() if step.group in members:
                 exchange = step.group, worker, members[step.group][step.peer], step.channel

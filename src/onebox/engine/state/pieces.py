@@ -166,7 +166,7 @@ def read_from_slots(
 def _places(snapshot: Snapshot, kept: SnapshotContents) -> dict[int | tuple[int, str], tuple[int, TensorSpec]]:
     """Return the offset in its slot, and the spec, of each buffer and of each entry of the optimizer."""
     entries = [entry for entry in kept.entries if isinstance(entry.value, TensorSpec)]
-    keys = [*snapshot.buffers, *((entry.parameter, entry.key) for entry in entries)]
+    keys: list[int | tuple[int, str]] = [*snapshot.buffers, *((entry.parameter, entry.key) for entry in entries)]
     specs = [*kept.specs, *(entry.value for entry in entries if isinstance(entry.value, TensorSpec))]
     starts, _ = layout(specs)
     return dict(zip(keys, zip(starts, specs, strict=True), strict=True))
