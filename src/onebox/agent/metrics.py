@@ -146,7 +146,9 @@ def serve_metrics(
         family = AF_INET6 if ip_address(address).version == 6 else AF_INET
         local = ip_address(address).is_loopback
         names = LOOPBACK | ({address} if local else _names_of_this_machine())
-        kind = type("_Server", (_Server,), {"address_family": family, "registry": registry, "names": names, "local": local})
+        kind = type(
+            "_Server", (_Server,), {"address_family": family, "registry": registry, "names": names, "local": local}
+        )
         server = kind((address, port), _Handler)
     except (OSError, ValueError, OverflowError) as error:
         raise UsageError(
