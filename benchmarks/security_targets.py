@@ -20,14 +20,20 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from mutations import CARRIED_OUT, WAITING, Mutator, agent_sayings, envelopes, pairings, requests, sayings
 
 from onebox.agent import Agent, ClientLimits, Offered
 from onebox.errors import OneboxError, WireError
 from onebox.pool.backends.agents.agent_connection import AgentConnection
 from onebox.wire import KeyPair, decode_envelope, decode_worker_message, encode
+from onebox.wire.clean_text import clean
 from onebox.wire.protocol.agents import GRACE_S, decode_agent_response, decode_pair, decode_paired, decode_request
 from onebox.wire.reliable import Reliable
+from onebox.worker.comm.api import RankLost
+from onebox.worker.comm.shm.layout import DIMENSIONS, FIRST_CELLS, HEADER, SENT, lane_start
+from onebox.worker.comm.shm.receiver import ShmReceiver
+from onebox.worker.comm.shm.segment import SharedMemory, supported
 
 SLOW_S = 1.0
 """A message that takes longer is a hang: a decoder is one pass over at most some hundred kilobytes here."""
@@ -62,9 +68,10 @@ def decode(count: int, seed: int) -> dict[str, Any]:
         (Mutator(seed + 1, agents).next, decode_request),
         (Mutator(seed + 2, workers).next, lambda message: decode_envelope([message])),
         (Mutator(seed + 3, agents).next, decode_request),
-        (Mutator(seed + 4, sayings()).next, lambda message: decode_worker_message([message])),
+        (Mutator(seed + 4, sayings()).next, lambda message: cleaned(decode_worker_message([message])[0])),
         (Mutator(seed + 5, agent_sayings() + pairings()).next, either),
         (Parcels(seed + 6).next, Channel()),
+        *([(Cells(seed + 7).next, Inbox())] if supported() else []),
     ]
     for sample in CARRIED_OUT + WAITING:
         decode_envelope([encode(sample)])
@@ -81,7 +88,7 @@ def decode(count: int, seed: int) -> dict[str, Any]:
         try:
             take(message)
             found["read"] += 1
-        except WireError:
+        except (WireError, RankLost):
             found["refused"] += 1
         except Exception as error:
             found["crashes"] += 1
@@ -97,10 +104,68 @@ def either(message: bytes) -> object:
     """Decode what an agent answers, or what is said in a pairing; an error of each is one of all."""
     for decoder in (decode_agent_response, decode_pair, decode_paired):
         try:
-            return decoder(message)
+            return cleaned(decoder(message))
         except WireError as error:
             refused = error
     raise refused
+
+
+def cleaned(message: object) -> object:
+    """Require that no text of a message steers a terminal.
+
+    Raises:
+        AssertionError: One does.
+    """
+    assert clean(message) is message, f"a text of {message} is not clean"
+    return message
+
+
+class Cells:
+    """Headers of messages in shared memory, some of whose numbers are others.
+
+    Args:
+        seed: For the same ones again.
+    """
+
+    ODD = (-1, -2, -8, 0, 1, 4, 8, 64, 4096, 1 << 20, 1 << 32, 1 << 36, 1 << 46, (1 << 63) - 1, -(1 << 63))
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+
+    def next(self) -> bytes:
+        """Return a header."""
+        fields = list(HEADER.unpack(Inbox.HONEST))
+        for _ in range(self._random.randint(1, 4)):
+            place = self._random.randrange(len(fields))
+            near = min(max(fields[place], -(1 << 62)), 1 << 62) + self._random.choice((-8, -1, 1, 8))
+            fields[place] = self._random.choice((*self.ODD, near))
+        return HEADER.pack(*fields)
+
+
+class Inbox:
+    """A reader of one message in another worker's memory, which has no elements but these, all of them ones."""
+
+    BLOCK = 1 << 20
+    HONEST = HEADER.pack(BLOCK + (1 << 18), 0, 0, 0, BLOCK, 0, 0, 2, 0, 0, 4, 8, *[0] * (DIMENSIONS - 2))
+
+    def __init__(self) -> None:
+        self._memory = SharedMemory.make()
+        self._memory.bytes[self.BLOCK : self.BLOCK + (1 << 17)].view(torch.float32).fill_(1.0)
+
+    def __call__(self, header: bytes) -> None:
+        start = lane_start(1)
+        self._memory.map[start + FIRST_CELLS : start + FIRST_CELLS + len(header)] = header
+        self._memory.words[start // 8 + SENT] = 1
+        reader = ShmReceiver(self._memory, 0, 1, self._give_up)
+        expected = reader.expect(0)
+        found = expected.find()
+        if found is None:
+            return  # of another channel
+        if found.spec.size_bytes <= self.BLOCK and found.offset >= 0:
+            expected.take(found)
+
+    def _give_up(self, rank: int, begin_s: float) -> None:
+        raise RankLost("nothing came")
 
 
 class Parcels:

@@ -144,8 +144,11 @@ def serve_metrics(
     registry.register(AgentMetrics(stock, counts, lost))
     try:
         family = AF_INET6 if ip_address(address).version == 6 else AF_INET
-        names = LOOPBACK | {address} if ip_address(address).is_loopback else LOOPBACK | _names_of_this_machine()
-        kind = type("_Server", (_Server,), {"address_family": family, "registry": registry, "names": names})
+        local = ip_address(address).is_loopback
+        names = LOOPBACK | ({address} if local else _names_of_this_machine())
+        kind = type(
+            "_Server", (_Server,), {"address_family": family, "registry": registry, "names": names, "local": local}
+        )
         server = kind((address, port), _Handler)
     except (OSError, ValueError, OverflowError) as error:
         raise UsageError(
@@ -165,6 +168,7 @@ def _names_of_this_machine() -> frozenset[str]:
 class _Server(BoundedServer):
     registry: CollectorRegistry
     names: frozenset[str]
+    local: bool
 
     def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler]) -> None:
         self.computing = threading.Lock()
@@ -180,8 +184,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Answer with the current metrics."""
-        loopback = ip_address(self.server.server_address[0]).is_loopback
-        if not names_host(self.headers.get("Host", ""), self.server.names, addresses=not loopback):
+        if not names_host(self.headers.get("Host", ""), self.server.names, addresses=not self.server.local):
             self.send_error(403, f"Ask by an IP address, or as {', '.join(sorted(self.server.names))}")
             return
         if self.path.partition("?")[0] != "/metrics":

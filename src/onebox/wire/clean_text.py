@@ -41,7 +41,7 @@ def clean_text(text: str, *, lines: bool = False) -> str:
 
 def clean(message: T) -> T:
     """Return a decoded message with :func:`clean_text` of each text in it, however deep."""
-    return _clean(message, False)  # type: ignore[no-any-return]
+    return _clean(message, False)
 
 
 def _escape(number: int) -> str:

@@ -344,12 +344,16 @@ def worker_environment(threads: int, account: WorkerUser | None = None) -> dict[
     """Return the environment of a worker: variables of libraries, its share of threads, allocator settings, and nothing
     else of this process's, which may hold secrets.
 
+    Of the folders in ``PYTHONPATH`` a worker gets those by an absolute name: it may read all of them, and an empty or a
+    relative one would be that in which this process was started.
+
     NumPy's BLAS gets one thread: it starts its threads when it is loaded, before the worker confines itself, and
     confinement applies to later threads only; workers use no NumPy operators. Without the last three variables, glibc
     returns every large buffer to the kernel and pays for its pages again in the next operator.
     """
     source = Path(__file__).resolve().parents[3]
-    path = os.pathsep.join(filter(None, [str(source), os.environ.get("PYTHONPATH")]))
+    given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    path = os.pathsep.join([str(source), *filter(os.path.isabs, given)])
     own = {} if account is None else {"HOME": account.home}
     return {
         **{name: value for name, value in os.environ.items() if name in _HANDED_ON or name.startswith(_FAMILIES)},

@@ -1216,3 +1216,12 @@ def test_a_number_plus_an_empty_product_has_nothing_behind_it() -> None:
 def test_a_result_is_not_written_over_itself() -> None:
     with pytest.raises(RuntimeError, match="single memory location"):
         eagerly("aten.triu.out", {"self": floats(8, 8), "diagonal": 0, "out": torch.zeros(1, 1).expand(8, 8)})
+
+
+def test_what_reads_elements_to_find_memory_has_them_in_its_own() -> None:
+    made = [overload(name) for file in (PROGRAMS, EAGER) for name in pinned_names(file)]
+    for operator in made:
+        rules = rules_of(operator)
+        leads = torch.Tag.dynamic_output_shape in operator.tags or (rules is not None and rules.elements is not None)
+        owned = type(guarded(operator, operator)).__name__ == "_Owned"
+        assert owned == leads or (owned and operator._schema.name.startswith("aten::index_put")), operator

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from onebox.pool.launch.fork_server import worker_environment
 from onebox.worker.sandbox import confine, landlock, seccomp
 from tests import warm
 
@@ -176,6 +177,43 @@ def test_memory_has_a_limit(found: dict[str, Any]) -> None:
 @needs(6)
 def test_others_get_no_signal(found: dict[str, Any]) -> None:
     assert found["signal"] == errno.EPERM
+
+
+READS = """
+import json, os, sys
+from onebox.worker.sandbox.confine import confine
+
+done, found = confine("cpu", "127.0.0.1"), []
+for path in sys.argv[1:]:
+    try:
+        os.close(os.open(path, os.O_RDONLY))
+        found.append(0)
+    except OSError as error:
+        found.append(error.errno)
+print(json.dumps(found))
+"""
+
+
+@needs(1)
+@pytest.mark.parametrize("entry", ["", ".", "data"])
+def test_no_folder_of_its_owner_comes_by_an_empty_or_relative_entry(
+    entry: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, modules = tmp_path / "here", tmp_path / "modules"
+    for folder in (here / "data", modules):
+        folder.mkdir(parents=True)
+        (folder / "file").write_text("content")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([entry, str(modules)]))
+    run = subprocess.run(
+        [sys.executable, "-P", "-c", READS, str(here / "data" / "file"), str(modules / "file")],
+        env=worker_environment(1) | {"HOME": "/nonexistent"},
+        cwd=here,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=True,
+    )
+    assert json.loads(run.stdout.splitlines()[-1]) == [errno.EACCES, 0]
 
 
 @pytest.mark.parametrize("tcp", [False, True])

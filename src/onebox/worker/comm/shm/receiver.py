@@ -47,6 +47,9 @@ _SPUN_S = 200e-6
 _MOST_UNREAD = 1 << 18
 """Most messages of a rank that the reader keeps: more than fit into what a rank may share."""
 
+_MOST_ELEMENTS = 1 << 58
+"""Most elements of a tensor, whose bytes can then be numbered."""
+
 _LENT_SHARE = 4
 """Inverse of the largest fraction of the writer's span that is lent at a time; further tensors are copied."""
 
@@ -297,7 +300,8 @@ class ShmReceiver:
             spec = TensorSpec(TYPE_NAMES[dtype], tuple(shape[:dimensions]))
             inside = offset == -1 or 0 <= offset <= size_bytes - spec.size_bytes
             has_cell = 0 < next_cell <= size_bytes - CELL_BYTES and next_cell % 8 == 0
-            if has_cell and inside and min(spec.shape, default=0) >= 0:
+            counted = prod(max(size, 1) for size in spec.shape) <= _MOST_ELEMENTS  # also where one of them is 0
+            if has_cell and inside and counted and min(spec.shape, default=0) >= 0:
                 return spec
         raise RankLost(f"rank {self.writer} has written the header of a message that it cannot have sent")
 
