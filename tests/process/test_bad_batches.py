@@ -192,10 +192,6 @@ def test_so_with_late_gradients(kind: str, which: str, delay: str, pools: Shelf)
         warm_up=0,
         skipped=[BAD],
     )
-    if kind == "word" and which == "late":  # the second stage has normed what came of it
-        assert "may have been changed by the batch" in error.__notes__[0]
-        for name in wanted.tensors:
-            wanted.tensors[name] = found.tensors[name] if name in dict(reference.named_buffers()) else wanted.tensors[name]
     assert_same(found, wanted)
     assert error.kept
 

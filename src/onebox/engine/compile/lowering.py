@@ -142,24 +142,12 @@ class Lowering:
         vote = Vote(self._numbers.optimizer, group, *_taken(builder, lambda number: number not in state), age)
         builder.add(vote, InstructionLabel("vote"))
 
-    def _vote_on_statistics(self, builder: RoutineBuilder) -> None:
-        """Add the votes on a step's changes of the model's buffers where the step ends in the next window, which reads
-        them: of the workers that hold them, since others may not come so far before that.
+    def _keep(self, builder: RoutineBuilder, optimizer: int) -> None:
+        """Put new contents in the place of the model's buffers without a vote of other workers: in an evaluation; and
+        where a step ends in the next window, which reads them, and which others may have to come to before they vote.
         """
-        everybody = all_workers_group(self._plan.devices, self._numbers.groups)
-        names = {self._numbers.state[name]: name for name in self._holdings.holders}
-        changed = sorted({self._holdings.holders[names[number]] for number in builder.renewed if number in names})
-        for holders in changed:
-            members = holders if holders in self._numbers.groups else everybody
-            group = self._numbers.groups[members] if len(holders) > 1 else 0
-            renewed = _taken(builder, lambda number, own=holders: self._holdings.holders.get(names.get(number)) == own)
-            vote = Vote(self._numbers.optimizer, group, *renewed, final=False)
-            builder.add(vote, InstructionLabel("vote"))
-
-    def _keep(self, builder: RoutineBuilder) -> None:
-        """Put what an evaluation changes in its place, unless something has failed on this worker."""
         if builder.renewed:
-            vote = Vote(self._trial, 0, *_taken(builder, lambda number: True), final=False)
+            vote = Vote(optimizer, 0, *_taken(builder, lambda number: True), final=False)
             builder.add(vote, InstructionLabel("vote"))
 
     def windows(self, job: BatchJob) -> dict[int, WorkerWindows]:
@@ -233,15 +221,18 @@ class Lowering:
         if statistics is not None:
             statistics.finish()
         updating.finish()
-        self._vote_on_statistics(row.builder)
+        self._keep(row.builder, self._numbers.optimizer)
         if early is not None:
             row.hand_on({**early.handed_on, **before.handed_on})
 
     @property
     def _votes_early(self) -> bool:
         """True if a vote on the step before begins as early as it can: a worker's window may wait for what another one
-        sends in its next window. What encodes gradients lasts until the window's end."""
-        return len(self._plan.stages) > 1 and not self._gradients.coded
+        sends in its next window. Not where gradients are encoded, which lasts until the window's end, or where all
+        workers sum something, as all of them vote at the same place among their sums."""
+        holdings, everybody = self._holdings, set(self._plan.devices)
+        summing = {members for replicas in holdings.replica_groups.values() for members in replicas}
+        return len(self._plan.stages) > 1 and not self._gradients.coded and everybody not in map(set, summing)
 
     def _exact(
         self, row: WorkerProgramBuilder, job: BatchJob, worker: int, window: Window, update: WorkerUpdate | None
@@ -284,7 +275,7 @@ class Lowering:
             rounding = row.round()
             row.run()
             rounding.finish()
-            self._keep(row.builder)
+            self._keep(row.builder, self._trial)
             row.answer()
             found[worker] = row.builder.finish(row.leaves, row.results, self._trial)
         return self._alone(found)
@@ -303,7 +294,7 @@ class Lowering:
             row.run(lambda action, own=gradients: own)  # type: ignore[misc]
             rounding.finish()
             gradients.norm()
-            self._keep(row.builder)
+            self._keep(row.builder, self._trial)
             row.answer()
             found[worker] = row.builder.finish(row.leaves, row.results, self._trial)
         return self._alone(found)
