@@ -229,10 +229,11 @@ class Lowering:
     def _votes_early(self) -> bool:
         """True if a vote on the step before begins as early as it can: a worker's window may wait for what another one
         sends in its next window. Not where gradients are encoded, which lasts until the window's end, or where all
-        workers sum something, as all of them vote at the same place among their sums."""
-        holdings, everybody = self._holdings, set(self._plan.devices)
-        summing = {members for replicas in holdings.replica_groups.values() for members in replicas}
-        return len(self._plan.stages) > 1 and not self._gradients.coded and everybody not in map(set, summing)
+        workers share a stage: they sum its buffers at some place of the window, and have to vote before or after it.
+        """
+        everybody = {*self._plan.devices}
+        shared = any(everybody == {one for replica in stage for one in replica} for stage in self._holdings.stages)
+        return len(self._plan.stages) > 1 and not self._gradients.coded and not shared
 
     def _exact(
         self, row: WorkerProgramBuilder, job: BatchJob, worker: int, window: Window, update: WorkerUpdate | None
