@@ -133,21 +133,19 @@ class Lowering:
 
         Args:
             builder: The routine.
-            age: Age of the step: positive in a window that ends the step before, whose buffers of the model have
-                changed in the window before.
+            age: Age of the step: positive in a window that ends the step before, whose buffers have their new contents.
         """
-        state = set(self._numbers.state.values()) if age else set[int]()
         everybody = all_workers_group(self._plan.devices, self._numbers.groups)
         group = self._numbers.groups[everybody] if len(everybody) > 1 else 0
-        vote = Vote(self._numbers.optimizer, group, *_taken(builder, lambda number: number not in state), age)
-        builder.add(vote, InstructionLabel("vote"))
+        renewed = ((), ()) if age else _renewed(builder)
+        builder.add(Vote(self._numbers.optimizer, group, *renewed, age), InstructionLabel("vote"))
 
     def _keep(self, builder: RoutineBuilder, optimizer: int) -> None:
         """Put new contents in the place of the model's buffers without a vote of other workers: in an evaluation; and
         where a step ends in the next window, which reads them, and which others may have to come to before they vote.
         """
         if builder.renewed:
-            vote = Vote(optimizer, 0, *_taken(builder, lambda number: True), final=False)
+            vote = Vote(optimizer, 0, *_renewed(builder), final=False)
             builder.add(vote, InstructionLabel("vote"))
 
     def windows(self, job: BatchJob) -> dict[int, WorkerWindows]:
@@ -228,12 +226,12 @@ class Lowering:
     @property
     def _votes_early(self) -> bool:
         """True if a vote on the step before begins as early as it can: a worker's window may wait for what another one
-        sends in its next window. Not where gradients are encoded, which lasts until the window's end, or where all
-        workers share a stage: they sum its buffers at some place of the window, and have to vote before or after it.
+        sends in its next window. Not where all workers share a stage: they sum its buffers at some place of the window,
+        and have to vote before or after it.
         """
         everybody = {*self._plan.devices}
         shared = any(everybody == {one for replica in stage for one in replica} for stage in self._holdings.stages)
-        return len(self._plan.stages) > 1 and not self._gradients.coded and not shared
+        return len(self._plan.stages) > 1 and not shared
 
     def _exact(
         self, row: WorkerProgramBuilder, job: BatchJob, worker: int, window: Window, update: WorkerUpdate | None
@@ -326,10 +324,9 @@ class Lowering:
         )
 
 
-def _taken(builder: RoutineBuilder, which: Callable[[int], bool]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Remove the lasting buffers of some numbers that a routine renews; return the new ones and these."""
-    found = {lasting: new for lasting, new in builder.renewed.items() if which(lasting)}
-    builder.renewed = {lasting: new for lasting, new in builder.renewed.items() if lasting not in found}
+def _renewed(builder: RoutineBuilder) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the buffers with new contents of lasting ones, and these, which have them from here on."""
+    found, builder.renewed = builder.renewed, {}
     return tuple(found.values()), tuple(found)
 
 
