@@ -251,6 +251,11 @@ class TrainingSession:
                 return self.recovery.run(action, void=True)
             except OperatorError as error:
                 self.failed_steps += error.kept
+                if error.kept and self.installed.plan.late and self.changed_buffers:
+                    error.add_note(
+                        f"With late gradients over several stages, buffers that training changes, such as "
+                        f"{self.changed_buffers[0]}, may have been changed by the batch, too."
+                    )
                 raise
 
     def _prepare(self, batch: Batch, number: int) -> PreparedStep:

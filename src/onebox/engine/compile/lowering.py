@@ -128,29 +128,25 @@ class Lowering:
             found[worker] = row.builder.finish(row.leaves, row.results, self._numbers.optimizer)
         return self._alone(found)
 
-    def _vote(self, builder: RoutineBuilder, optimizer: int = 0, *, age: int = 0, final: bool = True) -> None:
-        """Add a vote on a step, which puts new contents in the place of lasting ones.
+    def _vote(self, builder: RoutineBuilder, *, age: int = 0) -> None:
+        """Add the vote of all workers on a step, which puts new contents in the place of lasting ones.
 
         Args:
             builder: The routine.
-            optimizer: The number under which votes are counted; 0 for the optimizer.
-            age: Age of the step. The votes on a step where it ends in the window of the next one are two: on buffers of
-                the model, which the next step reads, and on the rest.
-            final: Whether it is the only vote, or the second one.
+            age: Age of the step: positive in a window that ends the step before, whose buffers have their new contents.
         """
-        state = set(self._numbers.state.values())
-        ready = {
-            lasting: new
-            for lasting, new in builder.renewed.items()
-            if (final and not age) or (lasting in state) != bool(age)
-        }
-        for lasting in ready:
-            del builder.renewed[lasting]
-        members = all_workers_group(self._plan.devices, self._numbers.groups)
-        group = self._numbers.groups[members] if len(members) > 1 else 0
-        number = optimizer or self._numbers.optimizer
-        vote = Vote(number, group, tuple(ready.values()), tuple(ready), age, final)
-        builder.add(vote, InstructionLabel("vote", "transfer"))
+        everybody = all_workers_group(self._plan.devices, self._numbers.groups)
+        group = self._numbers.groups[everybody] if len(everybody) > 1 else 0
+        renewed = ((), ()) if age else _renewed(builder)
+        builder.add(Vote(self._numbers.optimizer, group, *renewed, age), InstructionLabel("vote"))
+
+    def _keep(self, builder: RoutineBuilder, optimizer: int) -> None:
+        """Put new contents in the place of the model's buffers without a vote of other workers: in an evaluation; and
+        where a step ends in the next window, which reads them, and which others may have to come to before they vote.
+        """
+        if builder.renewed:
+            vote = Vote(optimizer, 0, *_renewed(builder), final=False)
+            builder.add(vote, InstructionLabel("vote"))
 
     def windows(self, job: BatchJob) -> dict[int, WorkerWindows]:
         """Return each worker's routines for overlapping steps; the job's schedule is that of a steady-state window."""
@@ -205,8 +201,9 @@ class Lowering:
         late = None if window == "fill" else WorkerGradients(shared, scope, half="late")
         statistics = None if window == "drain" else WorkerStatistics(self._statistics(job), scope)
         early = None if window == "drain" else WorkerGradients(shared, scope, half="early")
-        vote = functools.partial(self._vote, row.builder, age=1)
-        updating, before = LateUpdate(update, vote, weights, row.actions), row.rounded_before()
+        vote, early_vote = functools.partial(self._vote, row.builder, age=1), self._votes_early
+        updating = LateUpdate(update, vote, weights, row.actions, early=early_vote)
+        before = row.rounded_before()
         rounding = None if window == "drain" else row.round_for_step(weights.number)
         scope.exchanges.flush()
         updating.begin()
@@ -222,10 +219,19 @@ class Lowering:
         if statistics is not None:
             statistics.finish()
         updating.finish()
-        if window != "drain" and job.programs(0).updates:
-            self._vote(row.builder, final=False)
+        self._keep(row.builder, self._numbers.optimizer)
         if early is not None:
             row.hand_on({**early.handed_on, **before.handed_on})
+
+    @property
+    def _votes_early(self) -> bool:
+        """True if a vote on the step before begins as early as it can: a worker's window may wait for what another one
+        sends in its next window. Not where all workers share a stage: they sum its buffers at some place of the window,
+        and have to vote before or after it.
+        """
+        everybody = {*self._plan.devices}
+        shared = any(everybody == {one for replica in stage for one in replica} for stage in self._holdings.stages)
+        return len(self._plan.stages) > 1 and not shared
 
     def _exact(
         self, row: WorkerProgramBuilder, job: BatchJob, worker: int, window: Window, update: WorkerUpdate | None
@@ -274,8 +280,7 @@ class Lowering:
             rounding = row.round()
             row.run()
             rounding.finish()
-            if job.programs(0).updates:
-                self._vote(row.builder, self._trial, final=False)
+            self._keep(row.builder, self._trial)
             row.answer()
             found[worker] = row.builder.finish(row.leaves, row.results, self._trial)
         return self._alone(found)
@@ -294,8 +299,7 @@ class Lowering:
             row.run(lambda action, own=gradients: own)  # type: ignore[misc]
             rounding.finish()
             gradients.norm()
-            if job.programs(0).updates:
-                self._vote(row.builder, self._trial, final=False)
+            self._keep(row.builder, self._trial)
             row.answer()
             found[worker] = row.builder.finish(row.leaves, row.results, self._trial)
         return self._alone(found)
@@ -324,6 +328,12 @@ class Lowering:
             coded=None if exact else self._coded,
             far=() if windowed else self._far.get(worker, ()),
         )
+
+
+def _renewed(builder: RoutineBuilder) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the buffers with new contents of lasting ones, and these, which have them from here on."""
+    found, builder.renewed = builder.renewed, {}
+    return tuple(found.values()), tuple(found)
 
 
 def _read(part: PhaseProgram) -> list[str]:

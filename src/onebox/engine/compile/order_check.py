@@ -246,6 +246,7 @@ class _Extraction:
         self._pending: dict[int, list[_Operation]] = {}
         self._optimizers = dict(given.optimizers)
         self._deferred: set[int] = set()
+        self._votes: list[_Operation] = []
         self._index = 0
         for self._index, instruction in enumerate(given.instructions):
             self._follow(instruction)
@@ -268,7 +269,7 @@ class _Extraction:
                 self._receive(step)
             case Reduce() | Broadcast() | Gather():
                 self._collective(step)
-            case Vote():
+            case Vote() | OptimizerStep():
                 self._vote(step)
             case Rename():
                 self._rename(dict(zip(step.buffers, step.into, strict=True)))
@@ -321,11 +322,16 @@ class _Extraction:
                 joined = self._begin(step.group, "gather", (step.dim, step.sizes), [step.spec])
                 self._promise((step.into,), [joined], (step.spec,))
 
-    def _vote(self, step: Vote) -> None:
-        """Add a vote, taken as one that waits at once."""
-        if step.group:
-            self.events.append(_Wait(self._index, self._begin(step.group, "vote", step.age, ())))
-        self._rename(dict(zip(step.buffers, step.into, strict=True)))
+    def _vote(self, step: Vote | OptimizerStep) -> None:
+        """Add a vote; it is waited for at once if it is about buffers, and else before the optimizer's step."""
+        voting = isinstance(step, Vote)
+        if voting and step.group:
+            self._votes.append(self._begin(step.group, "vote", step.age, ()))
+        if not voting or step.buffers:
+            self.events += [_Wait(self._index, vote) for vote in self._votes]
+            self._votes = []
+        if voting:
+            self._rename(dict(zip(step.buffers, step.into, strict=True)))
 
     def _known_as(self, numbers: Sequence[int]) -> Iterator[int]:
         """Yield what identifies buffers to all workers, where something does."""

@@ -241,8 +241,9 @@ class Vote(Message, frozen=True, tag="vote"):
         buffers: Buffers with new contents of lasting ones, each once.
         into: These lasting ones.
         age: Age of the step: how many steps before the run's step.
-        final: Whether the vote decides on the step of the optimizer, too, rather than on these buffers alone; an
-            objection is repeated in the final vote.
+        final: Whether the vote decides on the step of the optimizer, too, rather than on these buffers alone, which
+            are then not taken either if one of them has an element that is not a number; an objection is repeated in
+            the final vote.
     """
 
     optimizer: int

@@ -26,8 +26,9 @@ class Routine(Message, frozen=True, tag="routine"):
         steps: The instructions.
         bindings: As many as its negative references need.
         optimizer: If positive, the optimizer whose steps wait for a :class:`Vote`. After a failure before the vote, the
-            worker objects in it, computes nothing more of that step, and sends zeros in place of what it would have
-            computed, so that the other workers come to the vote. Otherwise a failure voids what it would have written.
+            worker objects in it, computes nothing more of that step, and sends NaNs, or zeros of integers, in place of
+            what it would have computed, so that the other workers come to the vote. Otherwise a failure voids what it
+            would have written.
     """
 
     steps: tuple[Step, ...]

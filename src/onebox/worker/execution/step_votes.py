@@ -31,8 +31,8 @@ _KEPT = 2
 class StepVotes:
     """Failures and votes of the steps of each optimizer.
 
-    Zeros stand in for what a failed step would compute, so that all exchanges with other workers take place; no
-    worker applies what they make of them. They take no memory: all elements of a tensor are one.
+    NaNs, and zeros of integers, stand in for what a failed step would compute, so that all exchanges with other workers
+    take place; no worker applies what they make of them. They take no memory: all elements of a tensor are one.
 
     Args:
         accelerator: Device of the tensors.
@@ -83,7 +83,7 @@ class StepVotes:
     # ---- failures
 
     def skips(self, instruction: Instruction, resolve: Resolve) -> bool:
-        """Return whether an instruction belongs to a failed step; zeros then stand in for its results."""
+        """Return whether an instruction belongs to a failed step; others then stand in for its results."""
         if not (self._optimizer and self._failed and isinstance(instruction, Call)):
             return False
         if (self._optimizer, self._step - instruction.age) not in self._failed:
@@ -92,8 +92,8 @@ class StepVotes:
         return True
 
     def objects(self, instruction: Instruction, failure: WorkerFailure, resolve: Resolve) -> WorkerFailure | None:
-        """Note a failure for the vote on its step, with zeros for what a program would have computed, and for what an
-        exchange would have sent, which has not begun.
+        """Note a failure for the vote on its step, with stand-ins for what a program would have computed, and for what
+        an exchange would have sent, which has not begun.
 
         Returns:
             The failure, to be reported; ``None`` if it is not one that a vote is about.
@@ -118,7 +118,7 @@ class StepVotes:
         return failure
 
     def _stand_in(self, call: Call, resolve: Resolve) -> bool:
-        """Fill the outputs of a program with zeros; return whether there are as many."""
+        """Fill the outputs of a program; return whether there are as many."""
         program = self._program(call.program).program
         if len(call.outputs) != len(program.outputs):
             return False
@@ -127,18 +127,19 @@ class StepVotes:
             if 0 <= position < len(call.inputs):
                 self._store.forget(resolve(call.inputs[position]))
         for reference, slot in zip(call.outputs, program.outputs, strict=True):
-            self._zero(resolve(reference), DTYPES[specs[slot].dtype], specs[slot].shape)
+            self._put(resolve(reference), DTYPES[specs[slot].dtype], specs[slot].shape)
         return True
 
     def _blank(self, numbers: Iterable[int]) -> None:
-        """Replace buffers by zeros, which frees their memory."""
+        """Replace buffers by stand-ins, which frees their memory."""
         for number in numbers:
             tensor = self._store.get(number)
-            self._zero(number, tensor.dtype, tensor.shape)
+            self._put(number, tensor.dtype, tensor.shape)
 
-    def _zero(self, number: int, dtype: torch.dtype, shape: Sequence[int]) -> None:
-        zero = torch.zeros((), dtype=dtype, device=self._accelerator.device)
-        self._store.put(number, zero.expand(tuple(shape)))
+    def _put(self, number: int, dtype: torch.dtype, shape: Sequence[int]) -> None:
+        value = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
+        one = torch.full((), value, dtype=dtype, device=self._accelerator.device)
+        self._store.put(number, one.expand(tuple(shape)))
 
     # ---- votes
 
@@ -159,7 +160,7 @@ class StepVotes:
         if not vote.buffers:
             return
         buffers = [resolve(reference) for reference in vote.buffers]
-        if self.takes_effect(*step) if vote.final else self._result(held, mine=mine):
+        if self.takes_effect(*step) if vote.final else mine and self._numbers(buffers):
             self._store.rename(dict(zip(buffers, map(resolve, vote.into), strict=True)))
         else:
             for number in buffers:
@@ -181,6 +182,11 @@ class StepVotes:
             self._votes[key] = False  # if it cannot be known
             self._votes[key] = held = self._result(held, mine=key not in self._failed)
         return held
+
+    def _numbers(self, buffers: Sequence[int]) -> bool:
+        """Return whether all elements of buffers are numbers: others come of a step that has failed elsewhere."""
+        found = [self._store.get(number) for number in buffers]
+        return not any(bool(each.isnan().any()) for each in found if each.is_floating_point() and not each.is_meta)
 
     def _result(self, held: Finish | bool, *, mine: bool) -> bool:
         if isinstance(held, bool):

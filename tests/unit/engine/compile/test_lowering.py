@@ -16,7 +16,18 @@ from torch.nn import functional
 
 from onebox.engine.compile.routine import StepRoutine
 from onebox.plan import Action, Plan, Prediction
-from onebox.wire.protocol.instructions import Ask, Call, Free, OptimizerStep, Receive, Reduce, Send, Step, references
+from onebox.wire.protocol.instructions import (
+    Ask,
+    Call,
+    Free,
+    OptimizerStep,
+    Receive,
+    Reduce,
+    Send,
+    Step,
+    Vote,
+    references,
+)
 from onebox.wire.protocol.requests import StoredProgram
 from tests.unit.engine.nets import PLANS, Lowered, batch, build, lower, plan, stage, state_of
 from tests.unit.engine.player import Played, play, programs_of, steps_of
@@ -171,7 +182,8 @@ def test_values_die_with_their_last_reader(name: str) -> None:
             step = steps[place]
             if number in lasting or isinstance(step, Free):
                 continue
-            assert isinstance(step, Call) and number in {step.inputs[index] for index in step.takes}
+            ends = step.buffers if isinstance(step, Vote) else [step.inputs[index] for index in step.takes]
+            assert number in ends
 
 
 # ---- sends and receives

@@ -69,14 +69,15 @@ class WindowWeights:
 
 
 class LateUpdate:
-    """The update of a window with versions of weights: after the last action of the previous step, or at the end if it
-    waits for other workers.
+    """The update of a window with versions of weights, and the vote before it: after the last action of the previous
+    step, or at the end if it waits for other workers.
 
     Args:
         update: The update with the gradients of the previous step; ``None`` if there is none.
         vote: Adds the vote on that step.
         weights: Notified of the update.
         actions: The worker's row.
+        early: Whether the vote begins after that action in any case.
     """
 
     def __init__(
@@ -85,8 +86,12 @@ class LateUpdate:
         vote: Callable[[], None],
         weights: WindowWeights,
         actions: Sequence[Action],
+        *,
+        early: bool,
     ) -> None:
         self._update = update
+        self._early = early
+        self._voted = False
         self._vote = vote
         self._weights = weights
         self._left = sum(action.micro_batch < 0 for action in actions)
@@ -107,14 +112,23 @@ class LateUpdate:
     def finish(self) -> None:
         """Add it if it has not been added."""
         if self._update is not None:
-            self._vote()
+            self._vote_once()
             self._update.finish()
             self._update = None
             self._weights.update()
 
     def _at_once(self) -> None:
-        if self._update is not None and not self._left and not self._update.waits:
+        if self._update is None or self._left:
+            return
+        if self._early:
+            self._vote_once()
+        if not self._update.waits:
             self.finish()
+
+    def _vote_once(self) -> None:
+        if not self._voted:
+            self._vote()
+            self._voted = True
 
 
 class DueUpdate:
