@@ -155,7 +155,8 @@ def _call(
     operator: Operator, registers: Mapping[int, Tensor], specs: Mapping[int, TensorSpec], device: torch.device
 ) -> list[Tensor]:
     run = overload(operator.name)
-    other = device_implementation(operator, specs, device)
+    views = operator.name in ("aten.view.default", "aten._unsafe_view.default")
+    other = Tensor.reshape if views else device_implementation(operator, specs, device)  # strides may not allow a view
     args = [_argument(value, registers, device) for value in operator.args]
     kwargs = {key: _argument(value, registers, device) for key, value in operator.kwargs.items()}
     own = run in ON_CUDA and device.type == "cuda"

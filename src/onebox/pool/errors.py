@@ -54,6 +54,10 @@ ADVICE_IN_STEPS = (
 """Advice where memory is lacking in a planned step."""
 
 
+MEANWHILE = "; please report it; meanwhile the model runs on a virtual device (vgpu), operator by operator"
+"""Added where an operator of a captured model fails that plain PyTorch would run."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class WorkerLocation:
     """The location of a worker, for messages."""
@@ -106,7 +110,7 @@ def _advice(failure: WorkerFailure) -> str:
     if "does not have a deterministic implementation" in failure.message:
         return _ADVICE["nondeterministic"]
     if failure.cause != "IndexError" and not _DATA.search(failure.message):
-        return _ADVICE["operator"]
+        return _ADVICE["operator"] + (MEANWHILE if failure.routine != 0 else "")
     label, scores = _CLASSES.search(failure.message), _SCORES.search(failure.shapes)
     if label and scores and "nll_loss" in failure.operator:
         return (

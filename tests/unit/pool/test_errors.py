@@ -42,6 +42,12 @@ def test_each_kind_of_failure_is_an_error_of_its_own(kind: Any, expected: type[O
         assert (error.operator, error.shapes) == ("aten.mm.default", "float32[2, 3], float32[2, 3]")
 
 
+@pytest.mark.parametrize("routine", [0, 7])
+def test_an_operator_of_a_captured_model_that_plain_pytorch_would_run_can_be_run_otherwise(routine: int) -> None:
+    failure = WorkerFailure("operator", "aten.view.default", "view size is not compatible", routine=routine)
+    assert ("virtual device (vgpu)" in str(to_error(failure, PLACE))) == (routine != 0)
+
+
 @pytest.mark.parametrize(
     ("operator", "message", "shapes", "cause", "parts"),
     [
