@@ -108,6 +108,13 @@ def test_a_script_that_opens_a_pool_itself_has_that_one(tmp_path: Path) -> None:
     assert done.stdout.split() == ["1", "1"], done.stderr
 
 
+@pytest.mark.parametrize("first", ["from onebox import vgpu", "import onebox.pool.pool", "from onebox import Trainer"])
+def test_a_package_of_this_project_may_be_imported_before_torch(first: str, tmp_path: Path) -> None:
+    looks = "import sys, onebox.vgpu, torch; print(torch.accelerator.current_accelerator(), onebox.vgpu.__spec__.name)"
+    done = run(f"{first}\n{looks}\nassert sys.modules['onebox.vgpu'] is onebox.vgpu", tmp_path, "cpu*2")
+    assert (done.returncode, done.stdout) == (0, "vgpu onebox.vgpu\n"), done.stderr
+
+
 @pytest.mark.long
 def test_a_pool_that_cannot_be_had_is_an_error_where_a_device_is_used(tmp_path: Path) -> None:
     done = run("import torch; print('imported'); torch.ones(1, device='vgpu')", tmp_path, "cup*2")

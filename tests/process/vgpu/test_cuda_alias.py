@@ -272,3 +272,99 @@ with onebox.open("cpu*2", threads=1):
 def test_the_current_device_is_known_when_cuda_means_it_no_longer() -> None:
     done = subprocess.run([sys.executable, "-c", AFTERWARDS], capture_output=True, text=True, timeout=500, check=False)
     assert (done.returncode, done.stdout.split()) == (0, ["1", "1"]), done.stderr
+
+
+# ---- what has nothing to do with a GPU is as without the alias
+
+
+def numbers_made(start: float) -> Tensor:
+    made = torch.tensor(start) + torch.tensor([1.0, 2.0]) + torch.as_tensor([1.0, 2.0])
+    made = made + torch.zeros(2) + torch.ones([2]) + torch.full([2], 0.5) + torch.arange(2) + torch.linspace(0, 1, 2)
+    return made + torch.zeros_like(made) + made.new_ones([2]) + torch.eye(2)[0] + torch.tensor(1, device="cpu")
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_a_function_on_the_host_is_scripted() -> None:
+    assert torch.equal(torch.jit.script(numbers_made)(2.0), numbers_made(2.0))  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.parametrize("name", ["zeros", "tensor", "as_tensor", "arange", "ones_like"])
+def test_a_factory_is_pickled_by_its_name(name: str) -> None:
+    function = getattr(torch, name)
+    assert pickle.loads(pickle.dumps(function)) is function
+    assert function.__qualname__ == name
+
+
+def test_classes_that_stand_for_two_have_the_subclasses_of_both() -> None:
+    assert issubclass(type(torch.Generator()), torch.Generator)
+    assert issubclass(type(torch.Generator("cuda")), torch.Generator)
+    assert issubclass(torch.cuda.Stream, torch.Stream) and not issubclass(int, torch.Stream)
+
+
+def test_the_properties_of_a_device_have_what_compilers_read() -> None:
+    properties: Any = torch.cuda.get_device_properties(0)
+    assert properties.gcnArchName == properties.name
+    assert properties.warp_size == 32 and properties.max_threads_per_multi_processor >= 1024
+    assert not hasattr(properties, "uuid")
+    with pytest.raises(AttributeError, match="uuid of a virtual device is not known here; look for it on the machine"):
+        properties.uuid  # noqa: B018
+    assert copy.deepcopy(properties) == properties
+
+
+class Wrapped(Tensor):
+    """A tensor around another one, as of libraries for quantisation and sharding."""
+
+    inner: Tensor
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> Any:
+        made: Any = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, inner.shape, dtype=inner.dtype, device=inner.device, requires_grad=inner.requires_grad
+        )
+        made.inner = inner
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        bare = [arg.inner if isinstance(arg, Wrapped) else arg for arg in args]
+        made = func(*bare, **(kwargs or {}))
+        return Wrapped(made) if isinstance(made, Tensor) else made
+
+
+def test_a_subclass_of_tensors_that_wraps_one_of_a_device_has_gradients() -> None:
+    parameter = nn.Parameter(Wrapped(torch.ones(2, 2, device="cuda:1")))
+    (parameter * 3).sum().backward()
+    gradient: Any = parameter.grad
+    assert gradient.inner.tolist() == [[3.0, 3.0], [3.0, 3.0]]
+    assert gradient.inner.device == ONE
+
+
+def test_a_sparse_parameter_has_its_device_and_its_gradient() -> None:
+    values = nn.Parameter(torch.tensor([2.0, 3.0], device="cuda:1"))
+    places = torch.tensor([[0, 1], [1, 0]], device="cuda:1")
+    made = torch.sparse_coo_tensor(places, values, (2, 2), check_invariants=True)
+    assert (made.device, made.is_cuda, made.is_sparse) == (ONE, True, True)
+    (made.to_dense() * torch.tensor([[1.0, 4.0], [5.0, 1.0]], device="cuda:1")).sum().backward()
+    assert values.grad is not None and values.grad.tolist() == [4.0, 5.0]
+
+
+COMPILED = """
+import torch, torch.distributed.optim, torch.testing._internal.common_methods_invocations
+x = torch.ones(4, requires_grad=True)
+for options in {}, {"mode": "reduce-overhead"}, {"backend": "aot_eager"}:
+    torch._dynamo.reset()
+    y = torch.compile(lambda x: (x * 2).sin().sum() + torch.tensor([1.0, 2.0]).sum(), **options)(x)
+    y.backward()
+    print(round(y.item(), 4), round(x.grad.sum().item(), 4))
+    x.grad = None
+print(torch.export.export(torch.nn.Linear(4, 2), (torch.ones(1, 4),)).module()(torch.ones(1, 4)).shape)
+"""
+
+
+@pytest.mark.long
+def test_code_on_the_host_is_compiled_and_every_module_of_torch_is_imported_under_onebox_run(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(COMPILED)
+    line = [sys.executable, "-m", "onebox", "run", "--pool", "cpu", "--threads", "1", "script.py"]
+    done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["6.6372 -3.3292"] * 3 + ["torch.Size([1, 2])"]

@@ -115,7 +115,7 @@ def test_every_name_of_its_submodules_is_mapped_or_refused() -> None:
             with pytest.raises(NotImplementedError, match=r"torch\.cuda\.\S+ has no counterpart"):
                 value()
     assert {"torch.cuda.nccl.unique_id", "torch.cuda.profiler.start", "torch.cuda.gds.GdsFile"} <= refused
-    assert {"torch.cuda.memory._record_memory_history", "torch.cuda.jiterator._create_jit_fn"} <= refused
+    assert {"torch.cuda.memory._record_memory_history", "torch.cuda.memory._snapshot"} <= refused
 
 
 @pytest.mark.usefixtures("aliased")
