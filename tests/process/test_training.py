@@ -284,7 +284,8 @@ def test_pull_restores_weights_and_buffers_into_the_users_model(pools: Shelf) ->
         for batch in batches:
             trainer.step(*batch)
         untouched = case.model().state_dict()
-        assert all(torch.equal(tensor, untouched[name]) for name, tensor in model.state_dict().items())
+        present = {**parameters, **dict(model.named_buffers())}
+        assert all(torch.equal(tensor, untouched[name]) for name, tensor in present.items())
         trainer.pull()
     assert dict(model.named_parameters()).keys() == parameters.keys()
     assert all(parameter is parameters[name] for name, parameter in model.named_parameters())

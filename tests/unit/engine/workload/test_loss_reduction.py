@@ -172,4 +172,4 @@ def test_what_the_loss_divides_by_is_found(loss: Any, kinds: list[str], value: f
     traced = TracedModel(capture(torch.nn.Linear(5, 3), loss, example), backward=True)
     assert [divisor.kind for divisor in traced.divisors] == kinds
     tensors = {Port("leaf", 1): targets, Port("buffer", "loss.weight"): CLASS_WEIGHTS}
-    assert [divisor.of(tensors.__getitem__) for divisor in traced.divisors] == [value] * len(kinds)
+    assert [divisor.of(tensors.__getitem__) for divisor in traced.divisors] == [(value, value)] * len(kinds)
