@@ -27,6 +27,9 @@ LINES = 24
 ENDS = 0.15
 """Share of lines with an error that end a program; the others are left out, as one that ends early says little."""
 
+HARMLESS = "IndexError", "RuntimeError: The size of tensor"
+"""Beginnings of errors before which a write has changed nothing."""
+
 DEVICES = ("A", "B", "H")
 """Two devices and the host."""
 
@@ -122,7 +125,8 @@ class Writer:
                 except RuntimeError:  # of a view that can no longer be asked for its gradient
                     continue
                 if line and not self._run(line):
-                    if kind not in (view, pure, write) or self.choose.random() < ENDS:
+                    harmless = kind in (view, pure) or self.program.error.startswith(HARMLESS)
+                    if kind in (lists, out) or not harmless or self.choose.random() < ENDS:
                         break
                     self._leave_out()
             if not self.program.error:

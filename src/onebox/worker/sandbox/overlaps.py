@@ -15,13 +15,6 @@ from torch._ops import OpOverload
 
 from onebox.wire.tensors import is_dense
 
-_WRITES_TWICE = frozenset({
-    "all", "amax", "amin", "any", "argmax", "argmin", "bmm", "cummax", "cummin", "fill", "full", "hash_tensor", "histc",
-    "linalg_matrix_norm", "linalg_matrix_rank", "linalg_norm", "linalg_vector_norm", "mv", "nansum", "norm", "ones",
-    "prod", "std", "sum", "tril", "triu", "var", "zero", "zeros",
-})  # fmt: skip
-"""Operators that write to a tensor of which several elements lie at one place."""
-
 _PARTLY = frozenset({
     "addr", "aminmax", "bernoulli", "cat", "complex", "cumprod", "cumsum", "floor_divide", "gather", "gelu",
     "hardshrink", "index", "index_add", "index_copy", "index_reduce", "index_select", "isin", "kthvalue",
@@ -63,14 +56,9 @@ def require_apart(operator: OpOverload, outs: Sequence[Tensor], read: Mapping[st
         read: Those that it reads, by the names of its arguments.
 
     Raises:
-        RuntimeError: Two elements of a result, or one of a result and one of an argument, are at one place.
+        RuntimeError: An element of a result and one of an argument are at one place.
     """
     name = operator._schema.name.rpartition("::")[2]
-    if name not in _WRITES_TWICE and any(map(_on_itself, outs)):
-        raise RuntimeError(
-            "unsupported operation: more than one element of the written-to tensor refers to a single memory "
-            "location. Please clone() the tensor before performing the operation."
-        )
     first_only = name in _ADDED
     if not (first_only or name in _PARTLY or torch.Tag.pointwise in operator.tags):
         return
@@ -92,12 +80,9 @@ def require_shape(
     Raises:
         RuntimeError: PyTorch would have raised it.
     """
-    if torch.Tag.pointwise in operator.tags and any(out is tensor for tensors in read.values() for tensor in tensors):
+    each = torch.Tag.pointwise in operator.tags or operator._schema.name == "aten::where"
+    if each and any(out is tensor for tensors in read.values() for tensor in tensors):
         raise RuntimeError(f"output with shape {list(out.shape)} doesn't match the broadcast shape {list(shape)}")
-
-
-def _on_itself(tensor: Tensor) -> bool:
-    return any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _overlap(out: Tensor, other: Tensor, *, wholly: bool) -> bool:
