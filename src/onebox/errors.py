@@ -152,7 +152,7 @@ class WorkerError(OneboxError):
 
 
 class OperatorError(WorkerError, RuntimeError):
-    """An operator failed on a worker; every buffer that it would have written is void.
+    """An operator failed on a worker; what it would have made is void.
 
     It is a ``RuntimeError``, too, as what PyTorch raises for a GPU that fails.
 

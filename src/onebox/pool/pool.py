@@ -405,6 +405,10 @@ class Pool:
         """Return whether a group is formed and, as far as is known, no member has left it."""
         return self._client_loop.serves(group)
 
+    def has_failed(self, group: int) -> bool:
+        """Return whether, as far as is known, a member has left a group because it could not do its part."""
+        return self._client_loop.has_failed(group)
+
     def claim(self, worker: int) -> None:
         """Reserve a device for the collectives of this process, among those that use the pool.
 

@@ -381,6 +381,7 @@ def _collectives(rank: int) -> None:
         except OperatorError as error:
             said.append(error.operator)
     _said[rank] = said
+    dist.barrier()
     dist.destroy_process_group()
 
 

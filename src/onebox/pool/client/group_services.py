@@ -276,15 +276,21 @@ class GroupServices:
         self._key_values = KeyValues()
         self._sums = ClientSums()
         self._members: dict[int, tuple[int, ...]] = {}
+        self._failed: set[int] = set()
 
     def form(self, group: int, members: Sequence[int]) -> None:
         """Start to serve a group, until one of its members leaves."""
+        self._failed.discard(group)
         self._sums.form(group, members)
         self._members[group] = tuple(members)
 
     def serves(self, group: int) -> bool:
         """Return whether a group is served: it has been formed, and none of its members has left."""
         return group in self._members
+
+    def has_failed(self, group: int) -> bool:
+        """Return whether the first member that has left a group could not do its part."""
+        return group in self._failed
 
     def members(self, group: int) -> tuple[int, ...]:
         """Return the workers of a group by rank; none if it is not served."""
@@ -328,7 +334,11 @@ class GroupServices:
             WireError: The message violates the protocol.
         """
         if isinstance(message, Left):
-            return self.dissolve(message.group) if self.may_leave(place.worker, message.group) else []
+            if not self.may_leave(place.worker, message.group):
+                return []
+            if message.failed:
+                self._failed.add(message.group)
+            return self.dissolve(message.group)
         if place.worker not in self._members.get(message.group, ()):
             return [GroupNotice(place.worker, TicketCancelled(message.ticket))]
         if isinstance(message, Contribution):

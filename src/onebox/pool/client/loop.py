@@ -183,6 +183,10 @@ class ClientLoop:
         """Return whether a group is served: it has been formed, and none of its members has left."""
         return self._groups.serves(group)
 
+    def has_failed(self, group: int) -> bool:
+        """Return whether the first member that has left a group could not do its part."""
+        return self._groups.has_failed(group)
+
     @property
     def lost(self) -> dict[int, OneboxError]:
         """Errors of the workers that are lost and have not been dropped."""

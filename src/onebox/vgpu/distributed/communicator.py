@@ -49,11 +49,11 @@ class Communicator:
         """That of the latest failure of which the rank had been told with its latest collective."""
 
     @property
-    def whole(self) -> bool:
-        """False once a rank has left, as far as it is known; a process that shares the devices of its parent does not
-        learn it."""
+    def failed(self) -> bool:
+        """True once a rank has left because of a failure, as far as it is known; a process that shares the devices of
+        its parent does not learn it."""
         pool = self.queue.pool
-        return pool.attached or pool.is_whole(self.group)
+        return not pool.attached and pool.has_failed(self.group)
 
     def total(self, tensor: VirtualTensor) -> VirtualTensor:
         """Return the sum of each rank's tensor, in the order of the ranks; the tensor is not modified.

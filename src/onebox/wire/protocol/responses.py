@@ -346,9 +346,15 @@ class Contribution(Message, frozen=True, tag="contribution"):
 
 
 class Left(Message, frozen=True, tag="left"):
-    """This worker has left a group, or could not join it: other members must not wait for it."""
+    """This worker has left a group, or could not join it: other members must not wait for it.
+
+    Args:
+        group: The group.
+        failed: Whether it has left because it could not do its part.
+    """
 
     group: int
+    failed: bool = False
 
 
 class Listening(Message, frozen=True, tag="listening"):

@@ -131,10 +131,15 @@ class GroupManager:
             raise RankLost(f"this worker is not, or no longer, in group {number}")
         return group
 
-    def leave(self, number: int) -> None:
-        """Leave a group, and have the client notify the ranks that wait there."""
+    def leave(self, number: int, *, failed: bool = False) -> None:
+        """Leave a group, and have the client notify the ranks that wait there.
+
+        Args:
+            number: The group.
+            failed: Whether this worker cannot do its part.
+        """
         self._lost.pop(number, None)
-        self._channel.send_to_client(Left(number))
+        self._channel.send_to_client(Left(number, failed))
         group = self._groups.pop(number, None)
         if group is not None:
             group.close()
@@ -235,7 +240,7 @@ class GroupManager:
     def abandon(self, number: int, failure: WorkerFailure) -> None:
         """Leave a group in which this worker cannot do its part, unless it has left before."""
         if number not in self._lost:
-            self.leave(number)
+            self.leave(number, failed=True)
             self._lost[number] = failure
 
     def close(self) -> None:
