@@ -325,3 +325,23 @@ def no_grad_in_forward(way: Way) -> None:
         return h / scale
 
     train(way, Between(between))
+
+
+class Carried(nn.Module):
+    """A recurrent layer whose state goes on from batch to batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.GRU(8, 8, batch_first=True), nn.Linear(8, 4)
+        self.register_buffer("state", torch.zeros(1, 16, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map [B, 8] to [B, 4]."""
+        y, state = self.layer(x[:, None], self.state.clone())
+        self.state.copy_(state.detach())
+        return self.head(y[:, 0])
+
+
+@case(trainer=refused("Buffer state.*carried from batch to batch.*one micro-batch on one replica"), vgpu=None)
+def state_carried_from_batch_to_batch(way: Way) -> None:
+    train(way, Carried())
