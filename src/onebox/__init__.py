@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from onebox.autoload import import_torch_first
 from onebox.lazy_names import lazy_names
+from onebox.torch_first import import_torch_first
 from onebox.version import __version__ as __version__
 
 if TYPE_CHECKING:
