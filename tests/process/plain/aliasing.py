@@ -393,6 +393,7 @@ def state_of(names: dict[str, Any], places: dict[str, str]) -> dict[str, Any]:
     for name, place in places.items():
         tensor: Tensor = names[name]
         grad: Tensor | None = None
+        history: Any
         try:
             grad = tensor.grad if tensor.is_leaf else None
             history = tensor.requires_grad, tensor.is_leaf
