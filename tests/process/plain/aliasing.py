@@ -25,10 +25,8 @@ LINES = 24
 """The most lines of a program, after those that make its first tensors."""
 
 ENDS = 0.15
-"""Share of lines with an error that end a program; the others are left out, as one that ends early says little."""
-
-HARMLESS = "IndexError", "RuntimeError: The size of tensor"
-"""Beginnings of errors before which a write has changed nothing."""
+"""Share of views and new tensors with an error that end a program, as an error of a write does, which may have changed
+something; the others are left out, as a program that ends early says little."""
 
 DEVICES = ("A", "B", "H")
 """Two devices and the host."""
@@ -125,8 +123,7 @@ class Writer:
                 except RuntimeError:  # of a view that can no longer be asked for its gradient
                     continue
                 if line and not self._run(line):
-                    harmless = kind in (view, pure) or self.program.error.startswith(HARMLESS)
-                    if kind in (lists, out) or not harmless or self.choose.random() < ENDS:
+                    if kind not in (view, pure) or self.choose.random() < ENDS:
                         break
                     self._leave_out()
             if not self.program.error:
@@ -396,6 +393,7 @@ def state_of(names: dict[str, Any], places: dict[str, str]) -> dict[str, Any]:
     for name, place in places.items():
         tensor: Tensor = names[name]
         grad: Tensor | None = None
+        history: Any
         try:
             grad = tensor.grad if tensor.is_leaf else None
             history = tensor.requires_grad, tensor.is_leaf

@@ -112,3 +112,15 @@ def test_a_backward_through_weights_that_a_step_overwrote_is_an_error(foreach: b
         made.step()
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             second.backward()
+
+
+def test_a_tensor_that_gets_other_memory_or_another_shape_leaves_its_aliases_alone() -> None:
+    found = []
+    for device in ("cpu", "vgpu:0"):
+        base, other = torch.arange(3.0, device=device), torch.ones(3, device=device)
+        alias = base.detach()
+        torch.cat([other, other], out=base.resize_(0))
+        second = other.detach()
+        other.set_(torch.zeros(3, device=device))  # type: ignore[call-overload]
+        found.append([one.tolist() for one in (base, alias, other, second)])
+    assert found[0] == found[1]

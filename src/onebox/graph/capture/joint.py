@@ -280,11 +280,11 @@ def with_assertions(graph: fx.Graph, outputs: Sequence[tuple[fx.Node, Port]]) ->
         if place is not None:
             output, port = found[place]
             order = {each: number for number, each in enumerate(graph.nodes)}
-            condition, *message = (*node.args, *node.kwargs.values())
+            given: list[Any] = [*node.args, *node.kwargs.values()]
             with graph.inserting_after(max(output, node, key=order.__getitem__)):
                 checked = graph.call_function(
                     torch.ops.aten._functional_assert_async.msg,
-                    (condition, *(message or [_ASSERTIONS[node.target]]), output),
+                    (given[0], *(given[1:] or [_ASSERTIONS[node.target]]), output),
                 )
             checked.meta = {key: value for key, value in output.meta.items() if key != "desc"}
             found[place] = (checked, port)

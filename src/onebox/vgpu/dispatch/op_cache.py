@@ -160,7 +160,7 @@ def _compared(
     for number in sorted(writes):  # not of a read one that is the same tensor: in another call it may be none
         tensor = order[number]
         now = metadata_of(twins[id(tensor)])
-        if now is not tensor._metadata:
+        if now is not tensor._metadata or kernel.name.startswith("aten.set_."):  # perhaps in other memory
             changes.append((number, now))
     outs = tuple(item.strided() if isinstance(item, Metadata) else None for item in returns)
     whole = KernelSpec(kernel.name, kernel.args, kernel.kwargs, kernel.inputs, kernel.floats, outs)
