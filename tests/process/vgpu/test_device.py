@@ -320,6 +320,7 @@ def test_a_step_that_reads_nothing_waits_for_nothing() -> None:
         optimizer.step()
 
     step()
+    step()  # an optimizer waits after operators on new shapes, its own of the first step among them
     before = waits()
     for _ in range(3):
         step()
@@ -347,19 +348,19 @@ def test_streams_and_events_keep_the_order() -> None:
     torch.accelerator.synchronize()
 
 
-def test_an_event_after_a_failure_is_reached_with_the_operators_before_it() -> None:
-    """The failure of an operator comes at once; what was sent before it has run when the event is reached."""
+def test_an_event_after_a_failure_is_reached_and_waiting_for_it_raises_the_failure() -> None:
     module = VGPU.vgpu
+    large = torch.ones(3, 4, device="vgpu:1")
     event, side = module.Event(), module.Stream(1)
-    large = torch.ones(1200, 1200, device="vgpu:1")
-    for _ in range(4):
-        large = large @ large / 1200
-    void = torch.nn.functional.embedding(torch.tensor([5], device="vgpu:1"), large[:3])
+    torch.nn.functional.embedding(torch.tensor([5], device="vgpu:1"), large)
+    large.mul_(2)
     event.record(side)
     until(event.query)
     assert side.query()
     with pytest.raises(onebox.OneboxError, match="index out of range"):
-        void.cpu()
+        event.synchronize()
+    event.synchronize()
+    assert large.sum().item() == 12
 
 
 def test_memory_is_that_of_the_workers_buffers() -> None:
