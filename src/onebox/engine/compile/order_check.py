@@ -324,14 +324,14 @@ class _Extraction:
 
     def _vote(self, step: Vote | OptimizerStep) -> None:
         """Add a vote; it is waited for at once if it is about buffers, and else before the optimizer's step."""
-        voting = isinstance(step, Vote)
-        if voting and step.group:
-            self._votes.append(self._begin(step.group, "vote", step.age, ()))
-        if not voting or step.buffers:
-            self.events += [_Wait(self._index, vote) for vote in self._votes]
+        vote = step if isinstance(step, Vote) else None
+        if vote is not None and vote.group:
+            self._votes.append(self._begin(vote.group, "vote", vote.age, ()))
+        if vote is None or vote.buffers:
+            self.events += [_Wait(self._index, begun) for begun in self._votes]
             self._votes = []
-        if voting:
-            self._rename(dict(zip(step.buffers, step.into, strict=True)))
+        if vote is not None:
+            self._rename(dict(zip(vote.buffers, vote.into, strict=True)))
 
     def _known_as(self, numbers: Sequence[int]) -> Iterator[int]:
         """Yield what identifies buffers to all workers, where something does."""

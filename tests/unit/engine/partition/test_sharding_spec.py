@@ -69,10 +69,11 @@ def test_each_name_has_one_owner_and_that_is_a_holder(name: str) -> None:
 def test_groups_are_those_that_sum_something_and_all_have_more_than_one_member(name: str) -> None:
     found = holdings(PLANS[name])
     groups = found.groups(NAMES, [])
-    assert set(groups) == {members for members in found.holders.values() if len(members) > 1}
+    voting = {tuple(sorted(found.devices))} if len(found.devices) > 1 else set()
+    summing = {members for members in found.holders.values() if len(members) > 1}
+    assert summing <= set(groups) <= summing | voting
+    assert found.devices in groups or voting <= set(groups)
     assert [len(members) for members in groups] == sorted(map(len, groups), reverse=True)
-    everybody = found.groups(NAMES, [])
-    assert set(everybody) - set(groups) <= ({tuple(sorted(found.devices))} if len(found.devices) > 1 else set())
 
 
 def test_all_that_is_exchanged_has_a_group() -> None:
