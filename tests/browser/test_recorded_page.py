@@ -52,7 +52,7 @@ def run(tmp_path: Path) -> Path:
     msgspec.structs.replace(status, plan=which).write(tmp_path / "status.json")
     events = as_measured(simulation, 0, factor=1.1)
     timeline_of(events, NAMES).write(tmp_path / "timeline.json")
-    comparison = compare(which, events, {}, batch=8).to_data()
+    comparison = compare(which, events, batch=8).to_data()
     devices = [
         {**msgspec.to_builtins(msgspec.structs.asdict(each)), "peak_bytes": (n + 1) << 30}
         for n, each in enumerate(status.devices)

@@ -79,9 +79,14 @@ def foreseen(which: Plan, given: Problem | None = None) -> tuple[Plan, Simulatio
 
 
 def as_measured(
-    simulation: Simulation, step: int, *, factor: float = 1.0, start_ns: int = 1_000_000
+    simulation: Simulation,
+    step: int,
+    *,
+    factor: float = 1.0,
+    start_ns: int = 1_000_000,
+    peak_bytes: tuple[int, ...] = (0,) * 4,
 ) -> list[TraceEvent]:
-    """Return the events of a run that did what was simulated, but slower by a factor."""
+    """Return the events of a run that did what was simulated, but slower by a factor, with the peaks of its devices."""
 
     def at(seconds: float) -> int:
         return start_ns + round(seconds * factor * 1e9)
@@ -95,6 +100,7 @@ def as_measured(
             start_ns=at(span.start_s),
             end_ns=at(span.end_s),
             action=span.action,
+            peak_bytes=peak_bytes[span.device],
         )
         for span in simulation.spans
     ]

@@ -177,7 +177,7 @@ def _compare(loop: TrainingLoop) -> PlanComparison | IslandsComparison | None:
         return None
     exact, events = trainer.predicted_memory(*loop.data.example(size)), trainer.events()
     if not trainer.island_plans:
-        return compare(trainer.plan, events, loop.peak_bytes, batch=size, steps=steps, exact=exact)
+        return compare(trainer.plan, events, batch=size, steps=steps, exact=exact)
     prediction, outer = trainer.predicted_islands(), loop.config.outer
     if prediction is None or outer is None:
         return None
@@ -185,7 +185,7 @@ def _compare(loop: TrainingLoop) -> PlanComparison | IslandsComparison | None:
     for plan in trainer.island_plans:
         own = [event for event in events if event.worker in plan.devices]
         batch = plan.predicted.batch if plan.predicted is not None else size
-        islands.append(compare(plan, own, loop.peak_bytes, batch=batch, steps=steps, exact=exact))
+        islands.append(compare(plan, own, batch=batch, steps=steps, exact=exact))
     sums_s = trainer.island_sums_s
     return compare_islands(prediction, islands, events, sums_s, every=outer.every, steps=steps)
 

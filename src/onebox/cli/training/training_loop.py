@@ -123,7 +123,6 @@ class TrainingLoop:
         saved: The last checkpoint, if any.
         samples: Samples trained on by this process.
         account: The account of the time of this process so far.
-        peak_bytes: Peak memory of each remaining device, up to the end of the first epoch of training; empty before.
         unsaved: The reason for which the last due checkpoint was not written; ``None`` if it was.
         stopped: Whether a signal has ended it.
         full_steps: Numbers of the last steps with a whole batch, as in events, from 0.
@@ -145,7 +144,6 @@ class TrainingLoop:
     saved: Path | None = None
     samples: int = 0
     account: Account = field(default_factory=lambda: Account(seconds=0.0))
-    peak_bytes: dict[int, int] = field(default_factory=dict)
     unsaved: OneboxError | None = None
     stopped: bool = False
     full_steps: deque[int] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
@@ -213,9 +211,6 @@ class TrainingLoop:
         continues_from = self._close(here) if ends and self.trainer.behind else None
         result = None
         if not self.stop.requested:
-            if not self.peak_bytes:  # now, as a test may need more than a step
-                memory, present = self.trainer.memory(), self.trainer.pool.present
-                self.peak_bytes = {device: used.peak_bytes for device, used in zip(present, memory, strict=True)}
             result = self._test(epoch + 1, begin.skipped + self.train.skipped.in_epoch)
         if result is not None:
             self._save(RunProgress(position=self.train.position, last=result, continues_from=continues_from))

@@ -393,7 +393,7 @@ def _details_of(step: EndedStep, pool: Pool, names: Mapping[int, str]) -> _Detai
     events = step.trace.events()
     samples = sum(part.size for part in step.micro_batches)
     by_device = [device.host for device in pool.devices]
-    found.comparison = compare(step.plan, events, {}, batch=samples)
+    found.comparison = compare(step.plan, events, batch=samples)
     emulated = [device.number for device in pool.devices if device.emulated]
     found.plan = plan_view(step.plan, found.comparison.stages, emulated)
     hosts = {names[device.number]: device.host for device in pool.devices}

@@ -213,18 +213,16 @@ def step_interval_s(events: Iterable[TraceEvent], every: int, steps: Collection[
 def compare(
     plan: Plan,
     events: Iterable[TraceEvent],
-    memory: Mapping[int, int],
     *,
     batch: int,
     steps: Collection[int] | None = None,
     exact: Mapping[int, int] | None = None,
 ) -> PlanComparison:
-    """Compare a run with its plan.
+    """Compare a run with its plan, in time and memory, by the same steps.
 
     Args:
         plan: The plan; without a prediction for this batch, only measurements are returned.
         events: The workers' events, from :meth:`~onebox.engine.Trainer.events`.
-        memory: Peak bytes of each device that was measured.
         batch: Samples of the compared steps.
         steps: The steps with such a batch; ``None`` for all.
         exact: Peak bytes that follow from buffer lifetimes, from :meth:`~onebox.engine.Trainer.predicted_memory`.
@@ -233,9 +231,12 @@ def compare(
         The comparison; missing measurements are ``None``.
     """
     by_step: dict[int, list[TraceEvent]] = {}
+    memory: dict[int, int] = {}
     for event in events:
-        if event.track == "compute" and (steps is None or event.step in steps):
-            by_step.setdefault(event.step, []).append(event)
+        if steps is None or event.step in steps:
+            memory[event.worker] = max(memory.get(event.worker, 0), event.peak_bytes)
+            if event.track == "compute":
+                by_step.setdefault(event.step, []).append(event)
     predicted = plan.predicted if plan.predicted is not None and plan.predicted.batch == batch else None
     spans_ns = [_span_ns(found) for found in by_step.values()]
     busy = [sum(e.end_ns - e.start_ns for e in found) for found in by_step.values()]
@@ -256,7 +257,7 @@ def compare(
         devices=tuple(
             DeviceComparison(
                 device=device,
-                peak_bytes=PredictedMeasured(predicted=peak, measured=memory.get(device)),
+                peak_bytes=PredictedMeasured(predicted=peak, measured=memory.get(device) or None),
                 exact_bytes=(exact or {}).get(device),
             )
             for device, peak in zip(plan.devices, peaks, strict=True)

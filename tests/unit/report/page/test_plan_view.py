@@ -13,7 +13,7 @@ from tests.unit.report.steps import as_measured, foreseen, plan
 def test_predicted_and_measured_times_of_each_stage() -> None:
     which, simulation = foreseen(plan())
     events = as_measured(simulation, 0, factor=2.0)
-    view = plan_view(which, compare(which, events, {}, batch=8).stages, emulated=[1])
+    view = plan_view(which, compare(which, events, batch=8).stages, emulated=[1])
     assert view.text == which.describe() and view.schedule == "zb-h1"
     assert [(stage.stage, stage.devices) for stage in view.stages] == [(0, "0"), (1, "1*"), (2, "2")]
     assert view.stages[0].segments == "model.0 … model.1 (2)"

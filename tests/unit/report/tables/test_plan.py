@@ -227,7 +227,9 @@ def test_a_search_shows_the_trivial_plans() -> None:
 
 def test_predicted_and_measured() -> None:
     expected, simulation = foreseen(plan("1f1b"))
-    found = compare(expected, as_measured(simulation, 0, factor=2.0), {0: 1 << 20}, batch=8, exact={0: 1 << 19})
+    found = compare(
+        expected, as_measured(simulation, 0, factor=2.0, peak_bytes=(1 << 20, 0, 0)), batch=8, exact={0: 1 << 19}
+    )
     times, whole, memory = (shown(table) for table in comparison_tables(found))
     assert times[0] == ["0", "0", "2", "4      8  -50.0%", "8     16  -50.0%"]
     assert whole[0] == [
@@ -244,7 +246,7 @@ def test_predicted_and_measured() -> None:
 
 def test_a_plan_without_prediction_shows_measurements_alone() -> None:
     _, simulation = foreseen(plan("zb-h1"))
-    found = compare(plan("zb-h1"), as_measured(simulation, 0), {}, batch=8)
+    found = compare(plan("zb-h1"), as_measured(simulation, 0), batch=8)
     times, whole, _ = (shown(table) for table in comparison_tables(found))
     assert times[0] == ["0", "0", "2", "-      4", "-      4", "-      4"]
     assert whole[0][1] == "-" and whole[0][3] == "-"
