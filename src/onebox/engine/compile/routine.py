@@ -90,10 +90,12 @@ class RoutineBuilder:
     Args:
         new: Returns an unused number.
         known: Returns the number of a program, given its cost on an emulated device; ``None`` numbers programs anew.
+        voted: Whether the workers vote on the routine; without a vote it changes lasting buffers in place.
     """
 
     new: Callable[[], int]
     known: Callable[[Program, float], int] | None = None
+    voted: bool = True
     steps: list[Step] = field(default_factory=list)
     labels: list[InstructionLabel] = field(default_factory=list)
     definitions: list[Define] = field(default_factory=list)
@@ -131,6 +133,8 @@ class RoutineBuilder:
 
     def renew(self, number: int) -> int:
         """Return the buffer for the new contents of a lasting one."""
+        if not self.voted:
+            return number
         if number not in self.renewed:
             self.renewed[number] = self.new()
         return self.renewed[number]
@@ -159,7 +163,7 @@ class RoutineBuilder:
         """Return a builder for another routine of the same worker, with the programs defined so far."""
         programs = [define for define in self.definitions if isinstance(define.what, StoredProgram)]
         return RoutineBuilder(
-            self.new, self.known, definitions=programs, _programs=dict(self._programs), _works=self._works
+            self.new, self.known, self.voted, definitions=programs, _programs=dict(self._programs), _works=self._works
         )
 
     def finish(

@@ -84,7 +84,7 @@ class _Steps:
     """
 
     def __init__(self, new: Callable[[], int]) -> None:
-        self.builder = RoutineBuilder(new)
+        self.builder = RoutineBuilder(new, voted=False)
         """The routine under construction."""
         self._weighted = False
         self._found: list[OuterRoutine] = []

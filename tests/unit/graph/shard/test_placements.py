@@ -16,7 +16,7 @@ from onebox.graph.shard.placements import (
     PARTIAL,
     REPLICATE,
     Shard,
-    apportion,
+    even_parts,
     cuts_of,
     local_spec,
     reshaped,
@@ -85,7 +85,7 @@ def test_a_view_without_a_split_has_none(made: tuple[torch.Tensor, Shard], data:
 
 @given(st.integers(1, 40), st.integers(2, 5), st.integers(1, 4))
 def test_apportioning(size: int, ranks: int, unit: int) -> None:
-    shares = apportion(size, ranks, unit)
+    shares = even_parts(size, ranks, unit)
     if shares is None:
         assert size % unit or size // unit < ranks
     else:
