@@ -142,7 +142,7 @@ def test_the_model_is_measured_behind_code_that_runs_on_the_device(pools: Shelf)
 
 def test_a_plan_that_is_not_there_is_answered_with_what_is_allowed(pools: Shelf) -> None:
     model = nn.Linear(2, 2)
-    with pytest.raises(UsageError, match=r"plan='atuo': there is no such file; allowed are a Plan, .*'auto'"):
+    with pytest.raises(UsageError, match=r"plan='atuo': there is no such file; did you mean plan='auto'\? allowed"):
         onebox.Trainer(
             model, nn.functional.mse_loss, torch.optim.SGD(model.parameters(), lr=0.1), pool=pools(2), plan="atuo"
         )

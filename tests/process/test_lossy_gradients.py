@@ -335,7 +335,7 @@ def test_a_step_that_does_not_fit_with_its_codec_is_refused(pools: Shelf) -> Non
     arguments: dict[str, Any] = {"pool": pools(2), "plan": plan, "lossy": ("gradients",)}
     with onebox.Trainer(model, CASES["mlp"].loss, OPTIMIZERS["sgd"](model), **arguments) as trainer:
         (batch,) = CASES["mlp"].batches([8])
-        with pytest.raises(DeviceMemoryError, match=r"would fail in encode: .* the quota is 9000 bytes"):
+        with pytest.raises(DeviceMemoryError, match=r"would fail in decode: .* the quota is 9000 bytes"):
             trainer.step(*batch)
 
 

@@ -16,6 +16,7 @@ from onebox.cli import main
 from onebox.engine.state.checkpoint_files import read, saves
 from tests.process.cli.commands import POOL, WITHIN_S, assert_gone, command, metrics, read_until, running, workers_of
 from tests.process.cli.conftest import SETTINGS, Run
+from tests.waiting import until
 
 ENDLESS = ("--model", "mlp", "--epochs", "100000", "--every", "1", *POOL)
 
@@ -128,6 +129,7 @@ def test_a_run_that_is_to_end_at_once_saves_nothing(tmp_path: Path, how: str) ->
     within = {"no time": ["--stop-within", "0"], "time is over": ["--stop-within", "1"]}.get(how, [])
     with running(["train", *ENDLESS, "--run", "run", *within], tmp_path) as process:
         read_until(process, r"epoch 2/.* step")
+        until(lambda: saves(tmp_path / "run" / "checkpoint"))  # which is written beside the steps
         workers = workers_of(process)
         if how != "no time":
             for worker in workers:
