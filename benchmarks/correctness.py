@@ -24,7 +24,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tests.process.plain.case import CASES, WAYS, Case, Outcome, run_case
 from tests.process.shelf import Shelf
 
-THEMES = ("autograd", "inputs", "layers", "losses", "optimizers", "state")
+THEMES = (
+    "autograd",
+    "checks",
+    "inputs",
+    "layers",
+    "layouts",
+    "left_out",
+    "losses",
+    "optimizers",
+    "readers",
+    "state",
+)
 KINDS = ("equal", "refused", "warned", "silent", "unhelpful")
 
 
