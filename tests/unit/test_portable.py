@@ -39,6 +39,14 @@ LINUX = (
 
 CHECKED = {
     "onebox.engine.state.partial_saves": {"/proc/"},  # another name where it is not there
+    "onebox.feed.sources.formats.row_groups": {
+        "os.WIFSIGNALED",
+        "os.WTERMSIG",
+        "resource",
+        "resource.RLIMIT_CORE",
+        "resource.setrlimit",
+        "signal.SIGKILL",
+    },
     "onebox.pool.sharing.attached_pool": {"socket.AF_UNIX"},  # not called without UNIX_SOCKETS
     "onebox.pool.sharing.pool_server": {"socket.AF_UNIX"},
     "onebox.wire.receive_watch": {"ctypes.CDLL", "select.EPOLLIN", "select.EPOLLET", "socket.TCP_INFO"},

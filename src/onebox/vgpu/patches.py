@@ -11,6 +11,7 @@ of the alias. No two sets replace the same attribute, except the alias, which is
 
 from __future__ import annotations
 
+import inspect
 import threading
 import types
 from collections.abc import Callable, Iterable
@@ -104,7 +105,7 @@ class Patches:
         before = vars(owner).get(name, _ABSENT)
         self._undo.append(lambda: delattr(owner, name) if before is _ABSENT else setattr(owner, name, before))
         setattr(owner, name, value)
-        if isinstance(before, _BUILT_IN) and isinstance(value, types.FunctionType):  # pickled by name
+        if isinstance(before, _BUILT_IN) and inspect.isfunction(value):  # pickled by name
             inner = isinstance(owner, type)
             value.__module__ = owner.__module__ if inner else owner.__name__
             value.__qualname__ = f"{owner.__qualname__}.{name}" if inner else name

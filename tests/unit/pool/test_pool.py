@@ -424,20 +424,22 @@ def trainer(pool: Pool, sync: Any) -> onebox.Trainer:
 @pytest.mark.parametrize("sync", ["workers", "client"])
 @pytest.mark.parametrize("instruction", ["put", "call", "reduce", "optimizerstep"])
 def test_one_clear_error_and_the_pool_is_whole(open_pool: OpenPool, sync: Any, instruction: str) -> None:
-    """The first failure is what every later call tells of; another trainer on the same pool works."""
+    """A failure before the vote on a step costs that step; a failed update is what every later call tells of. Another
+    trainer on the same pool works."""
     pool = open_pool(2, faults={1: [Fault("error", instruction, {"put": 8}.get(instruction, 2))]})
     batch = torch.ones(8, 4), torch.ones(8, 3)
     with trainer(pool, sync) as broken:
-        before_s = time.monotonic()
         with pytest.raises(WorkerError, match="injected fault") as first:
             for _ in range(6):
                 broken.step(*batch)
             broken.wait()
         for call in (broken.pull, lambda: broken.step(*batch), lambda: broken.evaluate([batch])):
+            if instruction != "optimizerstep":
+                call()
+                continue
             with pytest.raises(WorkerError, match="injected fault") as again:
                 call()
             assert again.value is first.value
-        assert time.monotonic() - before_s < 2 * SOON_S
         assert first.value.worker == 1
     with trainer(pool, sync) as whole:
         assert float(whole.step(*batch)) > 0

@@ -113,4 +113,4 @@ def test_what_failed_is_told_to_who_takes_it_in() -> None:
     deferred = DeferredReplies([asked], lambda answers: pytest.fail("nothing to take in"))
     with pytest.raises(PeerLost, match="worker 1"):
         deferred.take()
-    assert deferred.open
+    assert not deferred.open

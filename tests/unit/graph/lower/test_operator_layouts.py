@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import settings
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -26,6 +26,11 @@ from onebox.worker.progress import WorkerProgress
 from onebox.worker.sandbox.allow_list import pinned_names
 from onebox.worker.sandbox.argument_checks import guarded
 from tests.unit.graph.staged import trace
+
+_PROFILE = settings.get_current_profile_name()
+from torch.testing._internal.common_methods_invocations import op_db  # noqa: E402
+
+settings.load_profile(_PROFILE)  # PyTorch's import loads one of its own, for all tests of this process
 
 OPERATORS = {
     f"{one.name}{'.' * bool(one.variant_test_name)}{one.variant_test_name}": one

@@ -20,6 +20,7 @@ from onebox.feed.sources.formats.arrow_sizes import file_sizes, stream_sizes
 from onebox.feed.sources.formats.files import open_regular, unreadable
 from onebox.feed.sources.formats.parquet_pages import column_bounds
 from onebox.forking import fork
+from onebox.portable import LINUX
 
 ARROW_ENDINGS = (".arrow", ".feather", ".ipc")
 ARROW_MAGIC = b"ARROW1"  # first bytes of an Arrow file, absent in an Arrow stream
@@ -167,7 +168,7 @@ def _try_first(paths: Sequence[Path]) -> None:
     Raises:
         DataError: One of them ends it.
     """
-    if not paths or not hasattr(os, "fork"):
+    if not paths or not LINUX:
         return
     parquet = import_extra("pyarrow.parquet", READING)
     outlet, inlet = os.pipe()

@@ -29,6 +29,7 @@ from onebox.wire.protocol.instructions import (
     Rename,
     Send,
     Step,
+    Vote,
 )
 from onebox.wire.protocol.requests import Routine
 from tests.unit.engine.compile.test_order_check import SKEWED
@@ -129,6 +130,8 @@ class _Worker:
             self.store |= dict.fromkeys(run.routine.constants, Made())
         self.store |= dict.fromkeys((n for named in lowered.job.constants.values() for n in named.values()), Made())
         self.before = set(self.store)
+        votes = (step for _, _, step, _ in self._instructions(runs) if isinstance(step, Vote))
+        self.renewed = {number for vote in votes for number in vote.buffers}
         self.turns: Counter[int] = Counter()
         self.todo = deque(self._instructions(runs))
         self.called: set[tuple[int, Action]] = set()
@@ -195,6 +198,8 @@ class _Worker:
                 moved = {new: self.store.pop(old) for old, new in zip(step.buffers, step.into, strict=True)}
                 assert not set(moved) & set(self.store)
                 self.store |= moved
+            case Vote():
+                self._vote(step)
             case Free():
                 for number in step.buffers:
                     assert number in self.store or number < 0, f"worker {self.number} frees {number} twice"
@@ -205,13 +210,20 @@ class _Worker:
             case _:
                 raise AssertionError(f"no step of a window: {step}")
 
+    def _vote(self, vote: Vote) -> None:
+        if vote.group:
+            self._enter(vote.group, (Vote, vote.age, vote.final))
+        for old, new in zip(vote.buffers, vote.into, strict=True):
+            assert new in self.before, f"worker {self.number} renews {new}, which does not last"
+            self.store[new] = self.store.pop(old)
+
     def _members(self, group: int) -> tuple[int, ...]:
         return next(members for members, number in self.all.lowered.numbers.groups.items() if number == group)
 
     def _call(self, turn: int, run: Run, call: Call, label: InstructionLabel) -> None:
         age, count = call.age, len(self.all.lowered.job.micro_batches)
         mine = Made(run.step - age, call.micro_batch) if label.action else Made()
-        moved = set(self.all.lowered.moved.values()) | set(self.names)
+        moved = set(self.all.lowered.moved.values()) | set(self.names) | self.renewed
         for number in call.inputs:
             found = self._get(number)
             if label.action and number not in moved and found != Made():
@@ -233,16 +245,11 @@ class _Worker:
 
     def _join(self, run: Run, step: Reduce | Broadcast) -> None:
         """Take part in what a group does together; all members do the same, in one order."""
-        members, place = self._members(step.group), self.turns[step.group]
-        self.turns[step.group] += 1
-        sums = self.all.sums[step.group]
-        while len(sums) <= place:
-            sums.append({})
+        members = self._members(step.group)
         for number in step.buffers:
             self._get(number)
-        what = sums[place]
-        what[self.number] = (type(step), step.root, tuple(self._role(run, number) for number in step.buffers))
-        assert len(set(what.values())) == 1, f"members do different things: {what}"
+        roles = tuple(self._role(run, number) for number in step.buffers)
+        what = self._enter(step.group, (type(step), step.root, roles))
 
         def arrive() -> Made:
             if len(what) < len(members):
@@ -257,6 +264,16 @@ class _Worker:
                 self.store[number] = arrive
             if isinstance(step, Broadcast) and members[step.root] != self.number:
                 self.versions[number] += 1
+
+    def _enter(self, group: int, what: tuple[object, ...]) -> dict[int, Any]:
+        """Enter the next exchange of a group, and return what its members do in it so far."""
+        place, sums = self.turns[group], self.all.sums[group]
+        self.turns[group] += 1
+        while len(sums) <= place:
+            sums.append({})
+        sums[place][self.number] = what
+        assert len(set(sums[place].values())) == 1, f"members do different things: {sums[place]}"
+        return sums[place]
 
     def _role(self, run: Run, number: int) -> tuple[str, int]:
         """Return what a buffer is that workers exchange, and of which step."""
