@@ -15,6 +15,7 @@ from msgspec.structs import replace
 import onebox
 from onebox.engine.memory.forecast import TrainingJob
 from onebox.engine.memory.timeline import memory_timeline
+from onebox.engine.workload import index_ranges
 from onebox.engine.workload.batch import as_batch
 from onebox.engine.workload.captures import Captures, CaptureSpec
 from onebox.engine.workload.delay_compensation import DELAYS
@@ -275,8 +276,9 @@ def test_recomputed_stages(pool: onebox.Pool) -> None:
     assert_same(found, late("dropping", plan, "sgd", SIZES[:5]))
 
 
-def test_what_fails_in_a_window_says_where(pool: onebox.Pool) -> None:
+def test_what_fails_in_a_window_says_where(pool: onebox.Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     """An index that is out of range, behind steps that were right: the loss names stage, operator and worker."""
+    monkeypatch.setattr(index_ranges, "MOST_ELEMENTS", 0)  # as if the batch was too large to be looked at before
     plan = staged("dropping", (0, 1), micro_batch=2, schedule=ASYNC)
     case = CASES["dropping"]
     model = case.model()

@@ -21,6 +21,7 @@ from torch.optim.swa_utils import AveragedModel
 import onebox
 from onebox.engine.compile.compiler import Compiler
 from onebox.engine.install.installed_plan import InstalledPlan
+from onebox.engine.workload import index_ranges
 from onebox.engine.workload.captures import Captures
 from onebox.errors import CaptureError, InternalError, OperatorError, UsageError
 from onebox.graph import TracedModel
@@ -141,7 +142,10 @@ def test_an_error_in_the_block_leaves_current_weights(
     assert "neither pulled" not in caplog.text
 
 
-def test_a_failure_that_nobody_read_is_said_at_close(pools: Shelf, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failure_that_nobody_read_is_said_at_close(
+    pools: Shelf, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(index_ranges, "MOST_ELEMENTS", 0)  # as if the batch was too large to be looked at before
     inputs, targets = batch()
     targets[3] = 9
     with caplog.at_level(logging.ERROR, logger="onebox"), trainer_of(mlp(), pools(1)) as trainer:

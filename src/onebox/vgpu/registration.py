@@ -135,11 +135,12 @@ def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     An optimizer creates its state in the first step: after a failure that the script has not been told of, it would be
     void for good. And memory runs out with new shapes: the script is told before the state of the optimizer changes.
     """
-    if optimizer in _begun and not any(queue.has_learned for queue in context.open_queues()):
+    first = optimizer not in _begun
+    if not first and not any(queue.has_learned for queue in context.open_queues()):
         return
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for queue in {one._handle.queue: None for one in parameters if isinstance(one, VirtualTensor)}:
-        if queue.has_learned or not optimizer.state:
+        if first or queue.has_learned:
             queue.synchronize()
     _begun.add(optimizer)
 

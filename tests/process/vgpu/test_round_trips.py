@@ -88,6 +88,14 @@ def test_a_training_step_that_reads_nothing_waits_for_nothing(step: Callable[[],
     assert training().item() > 0
 
 
+def test_what_another_device_learns_holds_up_no_step() -> None:
+    training = Training()
+    training(), training()
+    for size in range(2, 5):
+        torch.ones(size, device=THERE).sin_()
+        assert waits(training) == 0
+
+
 def test_a_read_is_one_wait() -> None:
     training = Training()
     training(), training()
