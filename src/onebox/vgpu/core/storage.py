@@ -52,7 +52,7 @@ _OF_ELEMENTS = (
     "_share_filename_cpu_",
     "_shared_decref", "_shared_incref", "_write_file", "bool", "byte", "byteswap", "bfloat16", "char", "clone",
     "complex_double", "complex_float", "copy_", "cpu", "cuda", "double", "fill_", "float", "half", "hpu", "int",
-    "is_pinned", "long", "mps", "new", "pin_memory", "resize_", "share_memory_", "short", "to", "tolist", "type",
+    "is_pinned", "long", "mps", "new", "pin_memory", "resize_", "short", "to", "tolist", "type",
 )  # fmt: skip
 """Methods of a storage that read or write its elements, some of which end the process where there are none."""
 
