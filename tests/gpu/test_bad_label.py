@@ -21,6 +21,9 @@ NOTICED_S = 30.0
 
 CLASSES = 3
 
+MANY = 20_000
+"""Samples of a batch whose labels are too many to be looked at before the step."""
+
 
 def _trainer(pool: onebox.Pool) -> onebox.Trainer:
     torch.manual_seed(0)
@@ -44,7 +47,7 @@ def _steps(pool: onebox.Pool, count: int) -> list[float]:
 
 def _fails(pool: onebox.Pool) -> None:
     """Train with a wrong label, and require an error in time."""
-    inputs, labels = torch.randn(8, 10), torch.full((8,), CLASSES + 4)
+    inputs, labels = torch.randn(MANY, 10), torch.full((MANY,), CLASSES + 4)
     with _trainer(pool) as trainer:
         trainer.step(inputs, labels % CLASSES).item()
         begin_s = time.monotonic()
