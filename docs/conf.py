@@ -28,7 +28,15 @@ nitpick_ignore_regex = [
 nitpick_ignore = [
     ("py:class", "onebox.engine.workload.captures.Captures"),
     ("py:class", "onebox.engine.problem.corrections.AppliedCorrection"),
-]
+    # autodoc does not resolve the types of a method with a decorator, as those of a trainer have
+    *(
+        ("py:class", name)
+        for name in (
+            "Islands", "Loss", "LossReduction", "LossyPart", "Metrics", "OnDevice", "Optimizers", "Path",
+            "PlanArgument", "Precision", "nn.Module",
+        )
+    ),
+]  # fmt: skip
 """Types that nobody needs to know: their objects are handed on only."""
 
 myst_heading_anchors = 4

@@ -260,7 +260,7 @@ class Plan(PlanPart, frozen=True):
             The micro-batches, in the order of their samples.
 
         Raises:
-            UsageError: There are more than :data:`MOST_MICRO_BATCHES`.
+            UsageError: There are more than 65,536.
         """
         if self.micro_batch is None:
             sizes = [size for size in apportion(batch, self.stages[0].shares) if size]
