@@ -55,9 +55,11 @@ def _without_chance(node: fx.Node) -> None:
     if node.target is _DROPOUT:
         _replace_outputs(node, node.args[0], _constant(node, node.meta["val"][1], True))
     elif node.target is _RRELU:
-        x, _, low, high = node.args[:4]
+        x: Any = node.args[0]
+        low: Any = node.args[2] if len(node.args) > 2 else 1 / 8  # arguments with the schema's defaults are left out
+        high: Any = node.args[3] if len(node.args) > 3 else 1 / 3
         with node.graph.inserting_before(node):
-            leaky = node.graph.call_function(_aten.leaky_relu.default, (x, (low + high) / 2))  # type: ignore[operator]
+            leaky = node.graph.call_function(_aten.leaky_relu.default, (x, (low + high) / 2))
         leaky.meta = {**node.meta, "val": node.meta["val"][0]}
         _replace_outputs(node, leaky, _constant(node, node.meta["val"][1], _SOME))
     elif "dropout_p" in arguments or "p" in arguments[3:]:  # attention
