@@ -89,7 +89,7 @@ class Launch(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceTime:
-    """What a device did in an interval of time.
+    """The activity of a device in an interval of time.
 
     Args:
         host: Its host; empty for that of the client.

@@ -58,7 +58,7 @@ class _Stage(msgspec.Struct):
 
 
 class _Comparison(msgspec.Struct):
-    """What the page shows of the comparison in a summary."""
+    """The part of the comparison in a summary that the page shows."""
 
     step_s: _Pair | None = None
     bubble: _Pair | None = None
@@ -66,7 +66,7 @@ class _Comparison(msgspec.Struct):
 
 
 class _Peak(msgspec.Struct):
-    """What the page shows of a device in a summary, beside :class:`RunDevice`."""
+    """The part of a device in a summary that the page shows, beside :class:`RunDevice`."""
 
     number: int
     peak_bytes: int | None = None
