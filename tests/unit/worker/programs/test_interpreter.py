@@ -347,14 +347,30 @@ def test_a_view_that_strides_do_not_allow_is_a_copy_and_any_other_stays_a_view(n
 
 
 def test_an_operator_that_refuses_strides_is_given_contiguous_tensors() -> None:
+    x = torch.arange(12, dtype=torch.float64).view(1, 2, 6)
+    turned = x.mT.contiguous().mT
+    made_ = tuple(TensorSpec("float64", shape) for shape in ((1, 2, 6), (1, 2), (1, 2)))
+    norm = Operator(
+        "aten.native_group_norm.default", (SlotArgument(0), None, None, 1, 2, 6, 2, 1e-5), {}, (1, 2, 3), made_
+    )
+    tape = CompiledProgram(Program((made_[0],), (norm,), (1, 2, 3), 4), CPU)
+    expected = torch.native_group_norm(x, None, None, 1, 2, 6, 2, 1e-5)
+    with pytest.raises(RuntimeError, match="contiguous"):
+        torch.native_group_norm(turned, None, None, 1, 2, 6, 2, 1e-5)
+    for given_ in (x, turned, turned, x):
+        made = tape.run([given_], no_seed, WorkerProgress())
+        assert all(map(torch.equal, made, expected))
+
+
+def test_a_rule_about_strides_is_not_avoided_by_contiguous_tensors() -> None:
     distances = program(
         Operator("aten._pdist_forward.default", (SlotArgument(0), 2.0), {}, (1,), (TensorSpec("float64", (1,)),))
     )
     tape = CompiledProgram(distances, CPU)
-    expected = torch.pdist(X)
-    for given_ in (X, TURNED, TURNED, X):
-        (made,) = tape.run([given_], no_seed, WorkerProgress())
-        assert torch.equal(made, expected)
+    assert torch.equal(tape.run([X], no_seed, WorkerProgress())[0], torch.pdist(X))
+    with pytest.raises(OperatorFailed, match="_pdist_forward") as caught:
+        tape.run([TURNED], no_seed, WorkerProgress())
+    assert "strides" in str(caught.value.__cause__)
 
 
 def test_an_error_that_has_nothing_to_do_with_strides_is_the_operators_own() -> None:
