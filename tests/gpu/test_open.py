@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,14 +15,9 @@ from onebox.worker.sandbox import seccomp
 
 pytestmark = pytest.mark.gpu
 
-START_S = 60.0
-"""A GPU's worker loads PyTorch and makes a context; several times what that takes."""
-
 
 def test_a_worker_opens_and_is_what_the_device_is(device: str, real: bool) -> None:
-    begin_s = time.monotonic()
     with onebox.open(device, threads=1) as pool:
-        assert time.monotonic() - begin_s < START_S
         (found,) = pool.devices
         assert found.device == device
         if real:

@@ -20,6 +20,7 @@ from tests.net.fleet import MACHINES, Fleet
 from tests.net.hosts import Network, unavailable
 from tests.net.training import batch, outcome, plans, survivor
 from tests.reference import Outcome
+from tests.waiting import until
 
 BOUND_S = 5.0
 """Within this time a run is to go on with the devices that are left."""
@@ -76,10 +77,12 @@ class Sufferer:
     def until_used(self, within_s: float = BACK_S) -> float:
         """Train until the victim's device is in the plan again; return the seconds that it took."""
         began_s = time.monotonic()
-        while self.trainer.plan is None or self._worker not in self.trainer.plan.devices:
+
+        def step() -> None:
             self.step()
-            assert time.monotonic() - began_s < within_s, "the host is not taken back"
             time.sleep(PAUSE_S)
+
+        until(lambda: self.trainer.plan is not None and self._worker in self.trainer.plan.devices, within_s, step)
         return time.monotonic() - began_s
 
     def cut_off(self) -> Cut:

@@ -7,7 +7,6 @@ import json
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from onebox.pool.backends.agents.agent_connection import AgentConnection
 from onebox.pool.backends.agents.agent_source import connect_agent
 from onebox.pool.keys.keyring import KnownAgent, allow_client, identity, remember_agent
 from tests.net.hosts import Network
+from tests.waiting import until
 
 ROOT = Path(__file__).resolve().parents[2]
 MACHINES = ("red", "green", "blue")
@@ -90,10 +90,14 @@ class Fleet:
             journal = ("--journal", str(self.folder / f"{name}.jsonl"))
             self.agents[name] = self.command(name, "serve", "--allow-root", "--cores", "1", *bind, *journal, *options)
         for name in names:
-            end_s = time.monotonic() + START_S
-            while '"started"' not in self.printed(name).rpartition('"stopped"')[2]:
-                assert self.agents[name].poll() is None and time.monotonic() < end_s, self.printed(name)
-                time.sleep(0.05)
+            agent = self.agents[name]
+            until(
+                lambda name=name, agent=agent: (
+                    agent.poll() is not None or '"started"' in self.printed(name).rpartition('"stopped"')[2]
+                ),
+                START_S,
+            )
+            assert agent.poll() is None, self.printed(name)
 
     def kill(self, name: str) -> None:
         """Kill a host's agent, and let what it printed be forgotten."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -17,7 +16,6 @@ from onebox.plan import Plan, Stage
 from onebox.pool import raise_first
 from onebox.wire import TensorSpec, to_frame
 from onebox.wire.protocol.instructions import Ask, Receive
-from onebox.worker.comm.reachability import REACH_S
 from onebox.worker.system.tcp_connections import own_connections, shut_down
 from tests.net.fleet import GRACE_S, Fleet
 from tests.net.hosts import Host, Network
@@ -81,10 +79,8 @@ def test_without_encryption_the_pair_is_named_and_with_it_the_client_relays(
     with fleet.client():
         pool = onebox.open(fleet.spec("red", "green"), threads=1, grace_s=GRACE_S, plain_links=True)
     with pool:
-        began_s = time.monotonic()
         with pytest.raises(OneboxError) as raised:
             pool.form_group([0, 1], "workers")
-        assert time.monotonic() - began_s < REACH_S + CUT_S
         said = str(raised.value)
         assert any(f"at {one.address}, cannot connect to rank" in said for one in apart), said
         assert red.address in said and green.address in said
@@ -143,9 +139,7 @@ def relay_cut(known: set[str]) -> Iterator[None]:
     """Shut down the connections of this process that are new: those by which it relays; then all goes on soon."""
     found = [name for name in own_connections() if name not in known]
     assert any(shut_down(name) for name in found)  # the end of one ends the others
-    begin_s = time.monotonic()
     yield
-    assert time.monotonic() - begin_s < CUT_S
 
 
 def test_a_run_goes_on_after_its_relay_was_cut(fleet: Fleet, apart: tuple[Host, Host]) -> None:

@@ -8,7 +8,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,6 +15,7 @@ import pytest
 
 from tests.net.fleet import ROOT, START_S
 from tests.net.hosts import Host, Network, tool, unavailable
+from tests.waiting import until
 
 PAGE = (ROOT / "docs" / "tutorials" / "two-machines.md").read_text()
 COMMANDS = re.findall(r"^(lab1|desk)\$ onebox (.+)$", PAGE, re.MULTILINE)
@@ -45,10 +45,8 @@ class Terminal:
 
 def wait_for(pattern: str, process: subprocess.Popen[bytes], printed: Callable[[], str]) -> str:
     """Return what a pattern finds in the output of a process once it is there."""
-    end_s = time.monotonic() + START_S
-    while not (found := re.search(pattern, printed(), re.MULTILINE)):
-        assert process.poll() is None and time.monotonic() < end_s, printed()
-        time.sleep(0.05)
+    found = until(lambda: process.poll() is not None or re.search(pattern, printed(), re.MULTILINE), START_S)
+    assert isinstance(found, re.Match), printed()
     return found[found.re.groups]
 
 

@@ -22,6 +22,7 @@ from onebox.errors import DataError, PlanError, UsageError
 from onebox.feed.pipeline import runner as pipeline_module
 from onebox.feed.pipeline.runner import Pipeline, StageSpec
 from tests import leaks
+from tests.waiting import until
 
 SCRIPT = Path(__file__).with_name("feed_script.py")
 PATIENCE_S = 30.0
@@ -242,10 +243,7 @@ def test_leaving_early_ends_processes_in_the_middle_of_their_work(tmp_path):
 
     with pytest.raises(KeyboardInterrupt), Pipeline(range(9), [StageSpec("read", work, 2, "processes")]) as ready:
         assert next(ready) == 0
-        end_s = time.monotonic() + PATIENCE_S
-        while not begun.exists():
-            assert time.monotonic() < end_s
-            time.sleep(0.01)
+        until(begun.exists)
         raise KeyboardInterrupt
 
 
@@ -346,10 +344,7 @@ def test_a_process_has_its_next_item_before_it_has_finished_one(tmp_path):
 
     specs = [StageSpec("read", lambda number: number), StageSpec("process", work, 1, "processes")]
     with Pipeline(items(), specs) as ready:
-        end_s = time.monotonic() + PATIENCE_S
-        while len(pulled) < 4:  # two at the process, and two that are read
-            assert time.monotonic() < end_s, pulled
-            time.sleep(0.005)
+        until(lambda: len(pulled) >= 4)  # two at the process, and two that are read
         let_go.touch()
         assert list(ready) == list(range(8))
 

@@ -28,9 +28,7 @@ from tests.process.shelf import Shelf, untouched
 from tests.process.stages import SEED, staged
 from tests.process.test_islands import SIZES, SMALL, Reference, islands, stages_of
 from tests.reference import AGREE, Outcome, assert_same
-
-NOTICED_S = 30.0
-"""For the end of a worker to be noticed."""
+from tests.waiting import until
 
 
 class Changing(Reference):
@@ -155,10 +153,7 @@ def training(pool: Pool, layout: str, outer: onebox.Outer, optimizer: str = "ada
 def kill(pool: Pool, worker: int) -> None:
     """End a worker, and wait until that is known."""
     os.kill(pool.process_ids[worker], signal.SIGKILL)
-    end_s = time.monotonic() + NOTICED_S
-    while not pool.lost:
-        assert time.monotonic() < end_s
-        time.sleep(0.01)
+    until(lambda: pool.lost)
 
 
 def checked(

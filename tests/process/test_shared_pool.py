@@ -7,7 +7,6 @@ import os
 import signal
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,6 +24,7 @@ from onebox.wire.protocol.instructions import Free, Get
 from onebox.wire.protocol.requests import Put
 from tests.process.cli.commands import POOL, WITHIN_S, assert_gone, command, read_until, running
 from tests.process.shelf import Shelf
+from tests.waiting import until
 
 TORCHRUN = ("torchrun", *POOL)
 
@@ -385,10 +385,7 @@ def test_a_process_knows_the_memory_of_a_device_that_another_one_has_claimed(ser
         before = first.memory(0).used_bytes
         put(second, 0)
         second.claim(0)
-        end_s = time.monotonic() + WITHIN_S
-        while first.memory(0).used_bytes != before + 4:  # it comes with the worker's next heartbeat
-            assert time.monotonic() < end_s
-            time.sleep(0.01)
+        until(lambda: first.memory(0).used_bytes == before + 4)  # it comes with the worker's next heartbeat
         assert second.memory(0).used_bytes == before + 4
         with pytest.raises(UsageError, match="there is no device 2"):
             first.memory(2)
@@ -455,10 +452,7 @@ def test_a_process_that_reads_nothing_holds_up_nobody(server: PoolServer) -> Non
                 stream.send(encode_message(Post(request, 0, True, False, msgspec.Raw(instructions))))
             assert got(pool, 0, put(pool, 0)) == b"\1\2\3\4"
         server.close()
-        end_s = time.monotonic() + WITHIN_S
-        while any(each.name.startswith("onebox-child") for each in threading.enumerate()):  # one may be at its end
-            assert time.monotonic() < end_s
-            time.sleep(0.01)
+        until(lambda: not any(each.name.startswith("onebox-child") for each in threading.enumerate()))
 
 
 def test_a_forked_process_does_not_use_the_connection_of_its_parent(server: PoolServer) -> None:

@@ -68,11 +68,10 @@ def test_schedulers_may_repeat_themselves(number: signal.Signals) -> None:
 
 @pytest.mark.parametrize(("number", "status"), SIGNALS)
 def test_the_block_is_ended_when_the_time_is_over(number: signal.Signals, status: int) -> None:
-    begin_s = time.monotonic()
     with pytest.raises((KeyboardInterrupt, SystemExit)), StopSignals(0.2) as stop:
         come(number)
         time.sleep(60)
-    assert time.monotonic() - begin_s < 30
+        pytest.fail("nobody ended it")
     assert stop.expired and stop.status == status
 
 

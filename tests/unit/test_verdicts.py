@@ -8,12 +8,13 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import ModuleType
 
 import psutil
 import pytest
+
+from tests.waiting import until
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
@@ -112,10 +113,8 @@ def test_the_table_of_an_interrupted_run_has_what_was_measured(tmp_path: Path, n
     command = [sys.executable, str(tmp_path / "verdicts.py"), "--only", "memory", "scaling", "eager", "--json"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as running:
         assert running.stdout is not None
-        end_s = time.monotonic() + 120
-        while not (begun.exists() and begun.read_text().endswith(".")):
-            assert running.poll() is None and time.monotonic() < end_s
-            time.sleep(0.05)
+        until(lambda: running.poll() is not None or (begun.exists() and begun.read_text().endswith(".")), 120)
+        assert running.poll() is None
         running.send_signal(number)
         printed = running.stdout.read()
     assert running.returncode == status

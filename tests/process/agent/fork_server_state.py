@@ -19,6 +19,7 @@ from onebox.pool.launch.worker_process import WorkerProcess
 from onebox.pool.launch.worker_user import WorkerUser
 from onebox.wire import new_keys
 from onebox.worker import WorkerConfig
+from tests.waiting import until
 
 WAIT_S = 60.0
 
@@ -107,10 +108,7 @@ def main() -> None:
         place = WorkerLocation(worker=0, host="localhost", device="cpu")
         worker = WorkerProcess(place, config, account, Spawner(server))
         worker.ports()
-        end_s = time.monotonic() + WAIT_S
-        while "serving" not in worker.last_words():
-            assert time.monotonic() < end_s
-            time.sleep(0.01)
+        until(lambda: "serving" in worker.last_words())  # noqa: B023 - it is called at once
         found[name] = {"server": state(server.pid), "worker": state(worker.pid), "words": worker.last_words()}
         worker.close(grace_s=0.0)
         server.close()

@@ -33,6 +33,7 @@ from onebox.wire.protocol.agents import (
 )
 from tests import leaks
 from tests.process.agent.raw import House, Raw, gone, house
+from tests.waiting import until
 
 HALF = Want("cpu", 1, 1 << 20)
 POISON = 666
@@ -89,10 +90,7 @@ def test_a_lease_that_the_agent_fails_to_begin_is_freed(shared: House, monkeypat
         number = client.ask(HALF)
         refused = client.take(Refused)
     assert (refused.number, refused.kind) == (number, "failed") and "no such luck" in refused.reason
-    end_s = time.monotonic() + 30
-    while shared.agent.stock().offers[0].holders:
-        assert time.monotonic() < end_s
-        time.sleep(0.02)
+    until(lambda: not shared.agent.stock().offers[0].holders)
 
 
 def test_a_list_of_clients_that_cannot_be_read_for_a_while_costs_nobody_a_lease(shared: House) -> None:

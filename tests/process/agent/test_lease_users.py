@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from onebox.pool.keys.keyring import KnownAgent, allow_client, identity, remembe
 from onebox.pool.launch.worker_user import running_processes
 from onebox.worker.sandbox import seccomp
 from tests import warm
+from tests.waiting import until
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root starts processes of other users")
 
@@ -72,12 +72,12 @@ def agent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path,
         subprocess.Popen(line, env=environment, stdout=subprocess.DEVNULL, stderr=output) as process,
     ):
         try:
-            end_s = time.monotonic() + WAIT_S
-            while not (found := re.search(r"agent at (127.0.0.1:\d+)", said.read_text())):
-                if process.poll() is not None and "cannot run" in said.read_text():
-                    pytest.skip(said.read_text())
-                assert process.poll() is None and time.monotonic() < end_s, said.read_text()
-                time.sleep(0.05)
+            found = until(
+                lambda: process.poll() is not None or re.search(r"agent at (127.0.0.1:\d+)", said.read_text())
+            )
+            if found is True and "cannot run" in said.read_text():
+                pytest.skip(said.read_text())
+            assert isinstance(found, re.Match), said.read_text()
             with pytest.MonkeyPatch.context() as patch:
                 patch.delenv("ONEBOX_POOL", raising=False)
                 for keys in (client.with_name("bob"), client):
@@ -123,10 +123,7 @@ def test_workers_of_a_lease_have_one_user_and_work(agent: tuple[str, Path, Path]
         if begin["cgroups"].startswith("on"):
             (place,) = {Path(f"/proc/{each}/cgroup").read_text().splitlines()[-1] for each in pool.process_ids}
             assert "lease-" in place
-    end_s = time.monotonic() + WAIT_S
-    while not {process.process for process in running_processes() if process.user == user} <= {parent}:
-        assert time.monotonic() < end_s, "the fork server alone may be kept"
-        time.sleep(0.05)
+    until(lambda: {process.process for process in running_processes() if process.user == user} <= {parent})
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")

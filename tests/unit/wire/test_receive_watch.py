@@ -71,11 +71,8 @@ class Server:
         self.watch.attend(now_s)
         self.cut += self.watch.check(now_s)
 
-    def until(self, condition: Callable[[], object], within_s: float = 20.0) -> None:
-        end_s = time.monotonic() + within_s
-        while not condition():
-            assert time.monotonic() < end_s
-            self.turn()
+    def until(self, condition: Callable[[], object]) -> None:
+        until(condition, turn=self.turn)
 
     def close(self) -> None:
         for client in self.clients:

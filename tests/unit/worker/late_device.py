@@ -25,7 +25,7 @@ class LateEvent:
         self._timed = timed
 
     def query(self) -> bool:
-        return time.monotonic_ns() >= self.at_ns
+        return self._device.now_ns() >= self.at_ns
 
     def synchronize(self) -> None:
         self.waited = True
@@ -48,10 +48,10 @@ class LateStream:
         self._device = device
 
     def work(self, seconds: float) -> None:
-        self.busy_until_ns = max(self.busy_until_ns, time.monotonic_ns()) + round(seconds * 1e9)
+        self.busy_until_ns = max(self.busy_until_ns, self._device.now_ns()) + round(seconds * 1e9)
 
     def record(self, *, timed: bool = False, yields: bool = False) -> LateEvent:
-        self.events.append(LateEvent(self._device, max(self.busy_until_ns, time.monotonic_ns()), timed=timed))
+        self.events.append(LateEvent(self._device, max(self.busy_until_ns, self._device.now_ns()), timed=timed))
         return self.events[-1]
 
     def wait(self, event: Any) -> None:
@@ -80,7 +80,16 @@ class LateDevice(HostAccelerator):
         self.synchronised = 0
         self.drains = 0
         self.streams: list[LateStream] = []
+        self._ahead_ns = 0
         self._main = self._current = LateStream(self)
+
+    def now_ns(self) -> int:
+        """Return the present time of the device."""
+        return time.monotonic_ns() + self._ahead_ns
+
+    def skip(self, seconds: float) -> None:
+        """Let a time pass at once."""
+        self._ahead_ns += round(seconds * 1e9)
 
     def current(self) -> Any:
         return self._current

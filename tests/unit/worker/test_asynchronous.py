@@ -159,14 +159,13 @@ def test_a_block_is_written_again_only_after_its_copies() -> None:
 
 def test_uploads_go_on_beside_the_devices_work_and_their_readers_after_them() -> None:
     device = LateDevice(copy_s=0.005)
-    device.current().work(1.0)
-    begin_s = time.monotonic()
+    device.current().work(3600)
+    busy_until_ns = device.current().busy_until_ns
     with device.kernels():
         upload(UploadRing(device), torch.zeros(256))
     (stream,) = device.streams
-    assert stream.busy_until_ns / 1e9 < begin_s + 0.5
+    assert stream.busy_until_ns < busy_until_ns
     assert device.current().busy_until_ns >= stream.events[-1].at_ns
-    assert time.monotonic() < begin_s + 0.5
     assert device.synchronised == 0
 
 

@@ -23,6 +23,7 @@ from onebox.plan.model.schedule import Kind
 from onebox.plan.model.work import Links
 from onebox.plan.replan.network_rates import LinkProbe, ProbeResult
 from onebox.wire.protocol.responses import LinkTraffic
+from tests.waiting import until
 
 WAIT_S = 20.0
 USUAL_BPS, CARRIED_BYTES = 1e8, 1_000_000
@@ -132,12 +133,9 @@ def followed(run: Trained) -> AdaptiveController:
     return AdaptiveController(run, lambda plan, steps: problem(run.scale), lambda: 8, context, lambda _: nullcontext())
 
 
-def until(run: Trained, adaptive: AdaptiveController, slow: float) -> None:
+def until_decided(run: Trained, adaptive: AdaptiveController, slow: float) -> None:
     """Do steps until something has been decided on."""
-    end_s = time.monotonic() + WAIT_S
-    while not adaptive.decisions:
-        assert time.monotonic() < end_s
-        run.step(adaptive, slow)
+    until(lambda: adaptive.decisions, turn=lambda: run.step(adaptive, slow))
 
 
 def test_a_plan_takes_over_when_a_device_becomes_slow_and_its_outcome_is_known_later() -> None:
@@ -146,7 +144,7 @@ def test_a_plan_takes_over_when_a_device_becomes_slow_and_its_outcome_is_known_l
     for _ in range(15):
         run.step(adaptive, 1.0)
     assert adaptive.decisions == ()
-    until(run, adaptive, 3.0)
+    until_decided(run, adaptive, 3.0)
     (made,) = adaptive.decisions
     assert run.adopted == [made.decision.plan] == [run.plan]
     assert len(run.plan.stages[1].segments) < 3
@@ -170,7 +168,7 @@ def test_a_slow_link_between_hosts_is_left_probed_and_used_again() -> None:
         run.step(adaptive, 1.0)
     assert adaptive.decisions == ()
     run.link_bps = USUAL_BPS / 100
-    until(run, adaptive, 1.0)
+    until_decided(run, adaptive, 1.0)
     assert "link lab1–lab2 carries 8 Mbit/s since step" in adaptive.decisions[0].line
     assert len(run.adopted[0].devices) == 1
     while not run.probes:
@@ -205,7 +203,7 @@ def test_a_plan_that_has_no_room_is_refused_and_said_once() -> None:
     adaptive = followed(run)
     for _ in range(12):
         run.step(adaptive, 1.0)
-    until(run, adaptive, 3.0)
+    until_decided(run, adaptive, 3.0)
     for _ in range(5):
         run.step(adaptive, 3.0)
     adaptive.close()
@@ -220,10 +218,7 @@ def test_what_is_ready_does_not_take_over_after_the_end_or_a_loss(end: str) -> N
     adaptive = followed(run)
     for _ in range(12):
         run.step(adaptive, 1.0)
-    end_s = time.monotonic() + WAIT_S
-    while not run.prepared:
-        assert time.monotonic() < end_s
-        run.step(adaptive, 3.0)
+    until(lambda: run.prepared, turn=lambda: run.step(adaptive, 3.0))
     thread = adaptive._thread
     getattr(adaptive, end)()
     assert thread is not None
@@ -286,17 +281,18 @@ def test_what_the_user_did_meanwhile_is_no_cost_of_a_change() -> None:
     adaptive = followed(run)
     for _ in range(15):
         run.step(adaptive, 1.0)
-    end_s = time.monotonic() + WAIT_S
-    while not run.prepared:
-        assert time.monotonic() < end_s
+
+    def end_a_step() -> None:
         run.end(adaptive, 3.0)
-        while adaptive._told.unfinished_tasks:
-            time.sleep(0.001)
+        until(lambda: not adaptive._told.unfinished_tasks, turn=lambda: time.sleep(0.001))
+
+    until(lambda: run.prepared, turn=end_a_step)
     assert adaptive.decisions == ()
     run.steps_done += 100  # so long nothing is done
-    while not adaptive.decisions or adaptive.decisions[0].outcome is None:
-        assert time.monotonic() < end_s
-        run.step(adaptive, 3.0)
+    until(
+        lambda: adaptive.decisions and adaptive.decisions[0].outcome is not None,
+        turn=lambda: run.step(adaptive, 3.0),
+    )
     (made,) = adaptive.decisions
     assert made.seconds < 10.0, "of the 1000 s in between"
     adaptive.close()

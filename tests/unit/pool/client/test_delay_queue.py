@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from typing import Any
@@ -86,7 +85,6 @@ def test_messages_are_held_back_both_ways_in_their_order(open_pool: OpenPool) ->
     pool = open_pool(2, channel_latency_s=LATENCY_S)
     assert pool.channel_latency_s == LATENCY_S
     assert 2 * LATENCY_S <= pool.round_trip_s < 2 * LATENCY_S + 10.0
-    begin_s = time.monotonic()
     asked = []
     for value in range(5):
         instruction, frame = put(value)
@@ -95,7 +93,6 @@ def test_messages_are_held_back_both_ways_in_their_order(open_pool: OpenPool) ->
     instruction, frame = put(7)
     asked.append(pool.post(1, [instruction, Get((1,))], [frame], answer=True))
     assert [value_of(future) for future in asked] == [0, 1, 2, 3, 4, 7]
-    assert time.monotonic() - begin_s >= 2 * LATENCY_S
 
 
 def test_groups_form_over_a_slow_channel(open_pool: OpenPool) -> None:

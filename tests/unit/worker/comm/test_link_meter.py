@@ -12,6 +12,7 @@ from onebox.wire.protocol.responses import GroupTraffic
 from onebox.worker.comm.link_meter import HELD_BACK, JUDGED_TRIPS, LinkMeters, UsedConnections, _Counters
 from onebox.worker.comm.tls_mesh import DuplexLink, connect_mesh
 from tests.unit.worker.comm.test_tls_mesh import HERE, WITHIN_S, Store
+from tests.waiting import until
 
 MESSAGE = bytes(1 << 20)
 PAUSE_S, PAUSES = 0.02, 10
@@ -42,10 +43,7 @@ def read(end: DuplexLink, count: int, pause_s: float = 0.0) -> None:
 def carried(meters: LinkMeters, size_bytes: int) -> list[GroupTraffic]:
     """Return what is reported until so many bytes have been acknowledged, which the kernel may do later."""
     found: list[GroupTraffic] = []
-    end_s = time.monotonic() + WITHIN_S
-    while sum(each.size_bytes for each in found) < size_bytes:
-        assert time.monotonic() < end_s
-        found += meters.take()
+    until(lambda: sum(each.size_bytes for each in found) >= size_bytes, turn=lambda: found.extend(meters.take()))
     return found
 
 

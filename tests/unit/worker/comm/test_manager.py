@@ -34,6 +34,7 @@ from onebox.worker.progress import WorkerProgress
 from onebox.worker.system.network_interfaces import NoAddress
 from tests.unit.programs import HOST
 from tests.unit.ranks import Hub
+from tests.waiting import until
 
 
 def run(
@@ -384,10 +385,7 @@ def test_waiting_for_others_is_marked(way: str) -> None:
             group.receive(TensorSpec("float32", (1,)), 1, 0)()
             assert not progress.waiting
         else:
-            end_s = time.monotonic() + 30
-            while not (progresses and progresses[0].waiting):
-                assert time.monotonic() < end_s, "nobody is marked as waiting"
-                time.sleep(0.01)
+            until(lambda: bool(progresses and progresses[0].waiting))
             group.send(torch.ones(1), 0, 0)
 
     run(2, rank, way=way)

@@ -33,6 +33,7 @@ from onebox.worker.process import main
 from onebox.worker.process.main import WorkerServer
 from onebox.worker.progress import WorkerProgress
 from tests.unit.machines import define, elementwise
+from tests.waiting import until
 
 SPEC = TensorSpec("float32", (2,))
 FRAME = bytes(to_frame(torch.tensor([1.0, -2.0])))
@@ -82,13 +83,14 @@ class Client:
 
     def until(self, done: Callable[[], bool], found: list[Any] | None = None) -> None:
         """Take what comes until something is so."""
-        end_s = time.monotonic() + SOON_S
-        while not done():
-            assert time.monotonic() < end_s
+
+        def turn() -> None:
             self.link.flush(time.monotonic())
             if self.socket.poll(20):
                 messages = self.link.receive()
                 (found if found is not None else []).extend(messages)
+
+        until(done, turn=turn)
 
     def close(self) -> None:
         self.lossy = False

@@ -163,13 +163,12 @@ def test_while_an_agent_is_lost_each_request_fails_at_once(
     monkeypatch.setattr("onebox.pool.backends.agents.keep_alive.CUT_S", 0.8)
     first, second = line.lease([CPU], CLIENT, cut_s=0.8), line.lease([CPU], CLIENT, cut_s=0.8)
     agent.mute = True
-    began_s = time.monotonic()
     assert line.end(first[0]), "posted before the loss, fails with it"
     line.release(first[0].lease)
     for request in (line.inspect, lambda: line.lease([CPU], CLIENT), lambda: line.lease([CPU], CLIENT, wait=False)):
         with pytest.raises(PoolError, match="has been silent for"):
             request()
-    assert line.gone and time.monotonic() - began_s < 3.0
+    assert line.gone
     assert agent.kinds().count("Lease") == 2, "what would not be answered is not sent"
     agent.mute = False
     until(lambda: agent.leases == [second[0].lease])  # what was released meanwhile is given back
@@ -232,10 +231,7 @@ def test_workers_that_were_given_up_are_given_back_when_their_agent_is_back(
     agent.mute = False
     until(lambda: not line.gone)
     (kept,) = line.lease([CPU], CLIENT)
-    end_s = time.monotonic() + 30
-    while agent.leases != [kept.lease]:
-        assert time.monotonic() < end_s
-        time.sleep(0.02)
+    until(lambda: agent.leases == [kept.lease])
     assert not line.gone and not select.select([kept.descriptor], [], [], 0.0)[0]
 
 
@@ -671,10 +667,12 @@ def test_an_agent_that_never_completes_a_message_is_cut_off() -> None:
             route = agent.recv_multipart()[0]
             parts = [bytes(60_000)] * (2 * reaching._UNREAD_BYTES // 60_000)
             agent.send_multipart([route, *parts], copy=False)
-            end_s = time.monotonic() + 20
-            while not socket.cuts:
-                assert time.monotonic() < end_s and socket.receive() is None
+
+            def look() -> None:
+                assert socket.receive() is None
                 socket.watch()
                 time.sleep(0.01)
+
+            until(lambda: socket.cuts, turn=look)
         finally:
             socket.close()
