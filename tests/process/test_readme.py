@@ -64,7 +64,7 @@ def run_snippet(text: str, folder: Path, *, fresh: bool = False) -> str:
     """Run a snippet as a program for which warnings are errors; also those of imports where it is a fresh process."""
     ignored = OTHERS_WARNINGS if "import lightning" in text else []
     line = [sys.executable, "-W", "error", *ignored, "-c", text]
-    options: dict[str, Any] = {"cwd": folder, "text": True, "timeout": 100}
+    options: dict[str, Any] = {"cwd": folder, "text": True, "timeout": 300}
     done = subprocess.run(line, capture_output=True, check=False, **options) if fresh else warm.run(line, **options)
     assert done.returncode == 0, done.stderr
     return done.stdout
