@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -230,6 +231,41 @@ def test_a_step_without_memory_can_be_repeated(which: str, fault: Fault) -> None
         tensors = {name.removeprefix("model."): tensor for name, tensor in trainer.tensors().items()}
     assert failures == 1
     assert_same(Outcome(losses=losses, norms=[], tensors=tensors), expected(batches()))
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_nan_under_anomaly_detection_costs_one_step_and_is_trained_on_without(stages: int, pools: Shelf) -> None:
+    x_B, y_B = torch.linspace(-1, 1, 8, dtype=torch.float64)[:, None], torch.zeros(8, 1, dtype=torch.float64)
+    bad_B = x_B.clone()
+    bad_B[-1] = torch.nan
+    model = nn.Sequential(nn.Linear(1, 3), nn.Tanh(), nn.Linear(3, 1)).double()
+    reference = copy.deepcopy(model)
+    plan = Plan.data_parallel([0, 1], [1.0, 1.0], micro_batch=4)
+    if stages == 2:
+        names = TracedModel(capture(model, functional.mse_loss, (x_B, y_B)), backward=True).segments
+        parts = (names[:1], (0,)), (names[1:], (1,))
+        plan = Plan(
+            stages=tuple(Stage(segments=part, replicas=(own,), shares=(1.0,)) for part, own in parts),
+            micro_batch=4,
+            schedule="1f1b",
+        )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with onebox.Trainer(model, functional.mse_loss, optimizer, pool=pools(2), plan=plan) as trainer:
+        with torch.autograd.set_detect_anomaly(True):
+            float(trainer.step(x_B, y_B))
+            with pytest.raises(OperatorError, match="returned nan values") as caught:
+                float(trainer.step(bad_B, y_B))
+            assert caught.value.kept
+            float(trainer.step(x_B, y_B))
+        trainer.pull()
+        trained = [parameter.detach().clone() for parameter in model.parameters()]
+        assert float(trainer.step(bad_B, y_B)) != 0, "a nan, as in PyTorch"
+    optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        functional.mse_loss(reference(x_B), y_B).backward()
+        optimizer.step()
+    torch.testing.assert_close(trained, [parameter.detach() for parameter in reference.parameters()])
 
 
 @pytest.mark.usefixtures("unchecked")

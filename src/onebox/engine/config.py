@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal, get_args
 
+import msgspec
 import torch
 from torch import nn
 
@@ -134,6 +135,17 @@ def numeric_instructions(numerics: Numerics) -> tuple[SetNumerics, ...]:
         given["deterministic"] = "warn" if deterministic == "warn" else "yes" if deterministic else "no"
     found = SetNumerics(**given)
     return () if found == SetNumerics() else (found,)
+
+
+def with_anomaly_detection(numerics: Sequence[SetNumerics]) -> tuple[SetNumerics, ...]:
+    """Return the settings of a step, with a check of gradients where PyTorch's anomaly detection is on.
+
+    Args:
+        numerics: The settings of the session.
+    """
+    if not (torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()):
+        return tuple(numerics)
+    return tuple(msgspec.structs.replace(each, check_nan=True) for each in numerics or [SetNumerics()])
 
 
 def steps_in_flight(round_trip_s: float, step_s: float = 0.0) -> int:

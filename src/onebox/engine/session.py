@@ -19,7 +19,7 @@ from onebox.engine.adaptive.measurements import step_context
 from onebox.engine.adaptive.migration import Migration, MigrationReport, check_successor
 from onebox.engine.adaptive.problem_source import problem_maker
 from onebox.engine.compile.compiler import CompiledStep
-from onebox.engine.config import steps_in_flight
+from onebox.engine.config import steps_in_flight, with_anomaly_detection
 from onebox.engine.data.prefetch import BatchPrefetcher, UploadedBatch
 from onebox.engine.data.representative_batches import RepresentativeBatches
 from onebox.engine.install.deferred_replies import DeferredReplies
@@ -358,14 +358,14 @@ class TrainingSession:
         deferred = self.overlap.deferred
         changed, optimizer = self._remote.changed_options(work.options), self._remote.optimizer_number
         check = settings.check_every and (work.number + 1) % settings.check_every == 0
-        answers = {}
+        numerics, answers = with_anomaly_detection(settings.numerics), {}
         with self.uploads.bringing(work.batch, compiled, work.parcel) as parts, self._pool.order:
             beside = {worker: self.uploads.beside_bytes(worker) for worker in compiled.routines}
             for worker, routine in compiled.of(window).items():
                 part = parts[worker]
                 run = Run(routine.number, part.bindings, work.number, settings.seed, changed, settings.trace, optimizer)
                 asks = [ask for _, ask in checks.get(worker, ())] if check else []
-                message = [*part.instructions, *settings.numerics, run, *asks]
+                message = [*part.instructions, *numerics, run, *asks]
                 answers[worker] = self._pool.post(worker, message, part.frames, answer=True)
         launched = LaunchedStep(work=work, prepared=prepared, window=window, beside=beside, answers=answers)
         futures = [*(future for asked in deferred for future in asked.futures), *answers.values()]

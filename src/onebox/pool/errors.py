@@ -84,7 +84,7 @@ _KILLED = 9  # SIGKILL
 _DATA = re.compile(
     r"out of bounds|out of range|must have the same dtype|same reduction dim|shapes cannot be multiplied|"
     r"size of tensor a|batch_size|target dtype|[Ee]xpected (scalar|tensor .* scalar) type|"
-    r"should be between 0 and 1|Class values must be|size mismatch|same dtype|; allowed: "
+    r"should be between 0 and 1|Class values must be|size mismatch|same dtype|; allowed: |returned nan values"
 )
 """Messages of PyTorch 2.11 to 2.13 about batches that a model or a loss rejects."""
 

@@ -157,7 +157,8 @@ class RoutineBuilder:
     ) -> None:
         """Add the call of a program."""
         number = self.define(program, cost_s)
-        self.add(Call(number, tuple(inputs), tuple(outputs), tuple(takes), micro_batch, age), label)
+        backward = label.action is not None and label.action.kind != "F"
+        self.add(Call(number, tuple(inputs), tuple(outputs), tuple(takes), micro_batch, age, backward), label)
 
     def another(self) -> RoutineBuilder:
         """Return a builder for another routine of the same worker, with the programs defined so far."""

@@ -31,6 +31,7 @@ class Call(Message, frozen=True, tag="call"):
             last use in the program.
         micro_batch: Index of the micro-batch within the step; part of the seed of random operators.
         age: Age of its step, which determines the seed of random operators: how many steps before the run's step.
+        backward: Whether its outputs are gradients; see ``check_nan`` of :class:`SetNumerics`.
     """
 
     program: int
@@ -39,6 +40,7 @@ class Call(Message, frozen=True, tag="call"):
     takes: tuple[int, ...] = ()
     micro_batch: int = 0
     age: int = 0
+    backward: bool = False
 
 
 class Free(Message, frozen=True, tag="free"):

@@ -15,7 +15,7 @@ from onebox.wire.protocol.groups import FormGroup, LeaveGroup, Reduced, Rendezvo
 from onebox.wire.protocol.instructions import GroupDelays, Options, Step
 from onebox.wire.protocol.snapshots import SlotInstruction, StateEntry
 
-PROTOCOL = 18
+PROTOCOL = 19
 """Version of everything in this file, in ``steps.py``, ``program.py`` and ``state.py``; both sides must agree."""
 
 
@@ -142,6 +142,7 @@ class SetNumerics(Message, frozen=True, tag="numerics"):
         deterministic: Whether all operators must be deterministic: ``no``, ``warn``, or ``yes``, with which others
             fail.
         cuda_graphs: Whether programs may be captured as CUDA graphs.
+        check_nan: Whether a call fails whose outputs are gradients and not all of them numbers.
     """
 
     matmul: Literal["highest", "high", "medium"] = "highest"
@@ -150,6 +151,7 @@ class SetNumerics(Message, frozen=True, tag="numerics"):
     cudnn_deterministic: bool = False
     deterministic: Literal["no", "warn", "yes"] = "no"
     cuda_graphs: bool = True
+    check_nan: bool = False
 
 
 class FreeRange(Message, frozen=True, tag="free-range"):

@@ -68,7 +68,7 @@ from onebox.worker.memory.offload import Offloader
 from onebox.worker.optimizer.deferred import DeferredOptimizer
 from onebox.worker.optimizer.native import NativeOptimizer
 from onebox.worker.programs.graphs import GraphMemory
-from onebox.worker.programs.interpreter import CompiledProgram, OperatorFailed
+from onebox.worker.programs.interpreter import CompiledProgram, OperatorFailed, describe
 from onebox.worker.progress import Trace, WorkerProgress
 from onebox.worker.snapshots.service import SnapshotService
 
@@ -520,6 +520,8 @@ class Executor:
         outputs = self._replay(tape, inputs, run.seed, step, call.micro_batch)
         if outputs is None:
             outputs = self._interpret(tape, inputs, run.seed, step, call.micro_batch)
+        if call.backward and self._numerics.present.check_nan:
+            _require_numbers(outputs)
         for reference, tensor in zip(call.outputs, outputs, strict=True):
             store.put(resolve(reference), tensor)
         device.pace(start_ns, tape.cost_s, self.progress)
@@ -722,6 +724,14 @@ class Executor:
 
 def _same(reference: int) -> int:
     return reference
+
+
+def _require_numbers(gradients: Sequence[Tensor]) -> None:
+    """Refuse elements that are not numbers, as PyTorch's anomaly detection does."""
+    for position, tensor in enumerate(gradients):
+        if (tensor.is_floating_point() or tensor.is_complex()) and not tensor.is_meta and bool(tensor.isnan().any()):
+            nan = RuntimeError(f"a backward pass returned nan values in its {position}th output (anomaly detection)")
+            raise OperatorFailed("backward", describe([tensor])) from nan
 
 
 def _writes(instruction: Instruction) -> Sequence[int]:
