@@ -19,7 +19,7 @@ from onebox.pool import Pool, WorkerReply
 from onebox.pool.errors import CAUSE_S
 from onebox.sizes import enough_text
 from onebox.vgpu.signals import deliver_signals, interruptible, shielded
-from onebox.wire.protocol.eager import Stream
+from onebox.wire.protocol.eager import StreamHeader
 from onebox.wire.protocol.requests import Instruction
 
 MESSAGES = 256
@@ -284,7 +284,7 @@ class RequestChannel:
             awaited: Whether the caller will wait for the reply.
         """
         number, errors = self.messages + 1, self._errors.count
-        begin = Stream(self._pool.first_number, number, self._in_flight.told, errors)
+        begin = StreamHeader(self._pool.first_number, number, self._in_flight.told, errors)
         future = self._pool.post(self._worker, [begin, *instructions], frames, answer=True)
         self.messages = number
         sent = SentMessage(future, number, sum([len(frame) for frame in frames]), awaited, errors)
