@@ -126,9 +126,18 @@ class Writer:
                     if kind not in (view, pure) or self.choose.random() < ENDS:
                         break
                     self._leave_out()
-            if not self.program.error:
-                self.program.state = state_of(self._names, self.program.places)
+            self._run_again()
         return self.program
+
+    def _run_again(self) -> None:
+        """Run the program as it is, and note what it does: while it was written its tensors were looked at, by which
+        PyTorch sets the histories of views whose bases were written to.
+        """
+        lines, self.program.lines = self.program.lines, []
+        self._names, self._versions = fresh(HERE), {}
+        self.program.error, self.program.writes = "", []
+        if all(map(self._run, lines)):
+            self.program.state = state_of(self._names, self.program.places)
 
     def _run(self, line: str) -> bool:
         """Run a line; return whether it succeeded."""
