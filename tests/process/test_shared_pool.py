@@ -70,6 +70,51 @@ def test_a_killed_rank_is_started_anew_and_its_memory_is_free(tmp_path: Path) ->
     ]
 
 
+FAILED = r"""
+import os, torch, torch.distributed as dist
+rank, attempt = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+torch.cuda.set_device(rank)
+x = torch.full((2,), rank + 1.0, device="cuda")
+
+def collective():
+    dist.all_reduce(x)
+    return x.tolist()
+
+def fails(match):
+    try:
+        collective()
+    except Exception as error:
+        assert match in str(error), error
+        return str(error)
+    assert False, "no error"
+
+dist.init_process_group("nccl")
+assert collective() == [3.0, 3.0]
+if attempt == 0:
+    if rank == 0:
+        torch.nn.functional.embedding(torch.tensor([9], device="cuda"), torch.ones(4, 3, device="cuda"))
+    assert rank == 1 or "embedding" in fails("index out of range")
+    for _ in range(2):
+        assert ("embedding" if rank == 0 else "rank 0 has left") in fails("init_process_group()")
+    assert fails("--max-restarts").count("--max-restarts") == 1
+    dist.destroy_process_group()
+    dist.init_process_group("nccl")
+    assert collective() == [6.0, 6.0]
+    if rank == 0:
+        raise SystemExit(1)
+print(f"attempt {attempt} rank {rank} {collective()}\n", end="", flush=True)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.long
+def test_a_rank_that_fails_ends_the_group_until_it_is_formed_again(tmp_path: Path) -> None:
+    """By the ranks that caught the error, or by torchrun, which starts all of them again."""
+    done = command([*TORCHRUN, "--max-restarts", "1", script(tmp_path, FAILED)], tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == [f"attempt 1 rank {rank} [6.0, 6.0]" for rank in range(2)]
+
+
 TOGETHER = """
 import torch, torch.distributed as dist
 dist.init_process_group("nccl")

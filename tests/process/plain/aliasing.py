@@ -126,9 +126,18 @@ class Writer:
                     if kind not in (view, pure) or self.choose.random() < ENDS:
                         break
                     self._leave_out()
-            if not self.program.error:
-                self.program.state = state_of(self._names, self.program.places)
+            self._run_again()
         return self.program
+
+    def _run_again(self) -> None:
+        """Run the program as it is, and note what it does: while it was written its tensors were looked at, by which
+        PyTorch sets the histories of views whose bases were written to.
+        """
+        lines, self.program.lines = self.program.lines, []
+        self._names, self._versions = fresh(HERE), {}
+        self.program.error, self.program.writes = "", []
+        if all(map(self._run, lines)):
+            self.program.state = state_of(self._names, self.program.places)
 
     def _run(self, line: str) -> bool:
         """Run a line; return whether it succeeded."""
@@ -186,6 +195,11 @@ class Writer:
         memory = {self.tensor(name).untyped_storage().data_ptr() for name in read}
         return self.tensor(target).untyped_storage().data_ptr() not in memory
 
+    def laid_alike(self, *names: str) -> bool:
+        """Return whether tensors have the same layout, wherever they are."""
+        tensors = map(self.tensor, names)
+        return len({(each.shape, each.stride(), each.storage_offset()) for each in tensors}) == 1
+
     def _first(self) -> str:
         place = self.choose.choice("AAAB")
         shape = self.choose.choice(((3,), (4,), (2, 3), (3, 3), (4, 2)))
@@ -238,6 +252,9 @@ WRITES = (
 RELAID = re.compile(r"\.(as_strided|squeeze|swapaxes|t|transpose|unsqueeze)_\(")
 """Writes to layouts. Not of what requires a gradient: PyTorch finds that of its views by replaying them, which it does
 not on CPUs."""
+
+REPLACED = re.compile(r"\.set_\(|\.data = ")
+"""Writes to memory and layouts, which are of that kind where the layout is another one."""
 
 LISTS = (
     "torch._foreach_add_([{0}, {1}], 1.0)", "torch._foreach_mul_([{0}, {1}], [0.5, 2.0])",
@@ -316,7 +333,10 @@ def write(writer: Writer) -> str:
     text = writer.choose.choice(WRITES)
     if RELAID.search(text) and writer.tensor(name).requires_grad:
         return ""
-    return _maybe_untracked(writer, name, _filled(writer, text, name, writer.beside(name)))
+    other = writer.beside(name)
+    if REPLACED.search(text) and writer.tensor(name).requires_grad and not writer.laid_alike(name, other):
+        return ""
+    return _maybe_untracked(writer, name, _filled(writer, text, name, other))
 
 
 def lists(writer: Writer) -> str:

@@ -42,17 +42,17 @@ def assertion_that_holds(way: Way) -> None:
     train(way, asserting(1e9, SAID))
 
 
-@case(trainer=refused(SAID), vgpu=None)
+@case(trainer=refused(SAID), vgpu=refused(SAID))
 def assertion_that_fails(way: Way) -> None:
     train(way, asserting(0.0, SAID))
 
 
-@case(trainer=refused("single nonzero value"), vgpu=None)
+@case(trainer=refused("single nonzero value"), vgpu=refused("single nonzero value"))
 def assertion_without_words(way: Way) -> None:
     train(way, asserting(0.0))
 
 
-@case(trainer=refused(SAID), vgpu=None)
+@case(trainer=refused(SAID), vgpu=refused(SAID))
 def assertion_that_fails_in_a_later_step(way: Way) -> None:
     model = asserting(30.0, SAID)
     batches = labelled(3)
@@ -79,7 +79,7 @@ def assertion_in_backward_that_holds(way: Way) -> None:
     train(way, Between(lambda module, h: Watched.apply(h, 1e9)))
 
 
-@case(trainer=refused(SAID), vgpu=None)
+@case(trainer=refused(SAID), vgpu=refused(SAID))
 def assertion_in_backward_that_fails(way: Way) -> None:
     train(way, Between(lambda module, h: Watched.apply(h, 0.0)))
 
@@ -101,7 +101,7 @@ class Layer(nn.Module):
         return x.tanh()
 
 
-@case(trainer=refused(SAID), vgpu=None)
+@case(trainer=refused(SAID), vgpu=refused(SAID))
 def assertion_in_the_last_of_equal_layers(way: Way) -> None:
     train(way, nn.Sequential(*(Layer(1e9) for _ in range(4)), Layer(0.0)))
 

@@ -182,3 +182,19 @@ def test_what_could_not_be_written_to_a_view_is_not_taken_for_its_base() -> None
     x[1:].copy_(x[:-1])
     with pytest.raises(onebox.OneboxError, match="refer to a single memory location"):
         x.sum().item()
+
+
+@pytest.mark.parametrize("by_set", [False, True])
+def test_a_view_passes_its_gradient_to_the_elements_it_was_made_of(by_set: bool) -> None:
+    """Its base has other memory of another layout by then, in which PyTorch on CPUs takes other elements."""
+    x = torch.arange(3.0, device="vgpu:0").requires_grad_()
+    view, memory = x.permute(0), torch.arange(6.0, device="vgpu:0")[2:5]
+    with torch.no_grad():
+        x.mul_(2)
+        if by_set:
+            x.set_(memory)
+        else:
+            x.data = memory
+    (view * torch.tensor([1.0, 10.0, 100.0], device="vgpu:0")).sum().backward()
+    assert x.grad is not None
+    assert (x.tolist(), view.tolist(), x.grad.tolist()) == ([2, 3, 4], [0, 2, 4], [1, 10, 100])

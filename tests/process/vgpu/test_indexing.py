@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import numpy as np
@@ -136,6 +137,20 @@ def other_looks_of_the_same_tensor(device: str) -> Any:
     z = torch.empty(0, dtype=torch.float64, device=device)
     z.set_(normal(5, device=device))  # type: ignore[call-overload]
     return x, alias, y, z, y.untyped_storage().nbytes()
+
+
+@works
+def results_in_tensors_of_other_shapes(device: str) -> Any:
+    """An operator lays out what it resizes as what it reads."""
+    turned = normal(3, 2, device=device).t()
+    made: list[Any] = []
+    calls: list[tuple[Any, ...]] = [(torch.sin,), (torch.cumsum, 0), (torch.clamp, 0, 1), (torch.add, 1)]
+    for compute, *others in calls:
+        for out in (normal(0, device=device), normal(3, device=device), normal(9, device=device)):
+            with warnings.catch_warnings(action="ignore"):
+                compute(turned, *others, out=out)
+            made += [out, out[0], out.stride(), out.as_strided((2,), (1,))]
+    return made
 
 
 @works

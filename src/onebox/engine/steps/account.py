@@ -43,7 +43,7 @@ _MOST_HOPS = 8
 """Devices that are followed from one that waits to the cause of its wait."""
 
 
-class Span(NamedTuple):
+class ClientInterval(NamedTuple):
     """An interval of the client's thread.
 
     Args:
@@ -57,7 +57,7 @@ class Span(NamedTuple):
     end_ns: int
 
 
-class Segment(NamedTuple):
+class DeviceInterval(NamedTuple):
     """An interval of a device's time within a step.
 
     Args:
@@ -94,12 +94,12 @@ class DeviceTime:
     Args:
         host: Its host; empty for that of the client.
         launches: Its steps, in order; they do not overlap.
-        segments: The segments of these, in order; they do not overlap.
+        intervals: What it does in these, in order; they do not overlap.
     """
 
     host: str = ""
     launches: Sequence[Launch] = ()
-    segments: Sequence[Segment] = ()
+    intervals: Sequence[DeviceInterval] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,7 +148,9 @@ def joined(accounts: Iterable[Account]) -> Account:
     return _account(seconds, {cause: math.fsum(parts) for cause, parts in sums.items()}, computing)
 
 
-def make_account(begin_ns: int, end_ns: int, spans: Sequence[Span], devices: Mapping[int, DeviceTime]) -> Account:
+def make_account(
+    begin_ns: int, end_ns: int, spans: Sequence[ClientInterval], devices: Mapping[int, DeviceTime]
+) -> Account:
     """Return the account of an interval.
 
     Args:
@@ -180,11 +182,11 @@ def _account(seconds: float, sums: Mapping[str, float], computing: Mapping[int, 
 class _Sweep:
     """The division of devices' time; each method returns the nanoseconds of each cause in an interval."""
 
-    def __init__(self, spans: Sequence[Span], devices: Mapping[int, DeviceTime]) -> None:
+    def __init__(self, spans: Sequence[ClientInterval], devices: Mapping[int, DeviceTime]) -> None:
         self._spans = spans
         self._devices = devices
         self._span_ends = [span.end_ns for span in spans]
-        self._segment_ends = {n: [each.end_ns for each in own.segments] for n, own in devices.items()}
+        self._interval_ends = {n: [each.end_ns for each in own.intervals] for n, own in devices.items()}
         self._launch_ends = {n: [each.end_ns for each in own.launches] for n, own in devices.items()}
 
     def line(self, device: int, begin_ns: int, end_ns: int) -> dict[str, float]:
@@ -218,17 +220,17 @@ class _Sweep:
 
     def _step(self, device: int, begin_ns: int, end_ns: int, asked: tuple[int, ...], found: dict[str, float]) -> None:
         """Divide time of a device within a step."""
-        at_ns, segments = begin_ns, self._devices[device].segments
-        for segment in segments[bisect.bisect_right(self._segment_ends[device], begin_ns) :]:
-            if segment.start_ns >= end_ns:
+        at_ns, intervals = begin_ns, self._devices[device].intervals
+        for interval in intervals[bisect.bisect_right(self._interval_ends[device], begin_ns) :]:
+            if interval.start_ns >= end_ns:
                 break
-            start_ns, stop_ns = max(segment.start_ns, at_ns), min(segment.end_ns, end_ns)
+            start_ns, stop_ns = max(interval.start_ns, at_ns), min(interval.end_ns, end_ns)
             _add(found, UNKNOWN, at_ns, start_ns)
-            if segment.device >= 0:
-                self._meanwhile(segment.device, start_ns, stop_ns, asked, found)
+            if interval.device >= 0:
+                self._meanwhile(interval.device, start_ns, stop_ns, asked, found)
             else:
-                others = len(asked) > 1 and segment.cause == COMPUTING
-                _add(found, waiting_for(device) if others else segment.cause, start_ns, stop_ns)
+                others = len(asked) > 1 and interval.cause == COMPUTING
+                _add(found, waiting_for(device) if others else interval.cause, start_ns, stop_ns)
             at_ns = max(at_ns, stop_ns)
         _add(found, UNKNOWN, at_ns, end_ns)
 
@@ -289,7 +291,7 @@ class _Sweep:
         if stop_ns < end_ns:
             self._replies(device, stop_ns, end_ns, asked, found)
 
-    def _doing(self, begin_ns: int, end_ns: int) -> list[Span]:
+    def _doing(self, begin_ns: int, end_ns: int) -> list[ClientInterval]:
         """Return what the client does in an interval, without gaps."""
         found, at_ns = [], begin_ns
         for span in self._spans[bisect.bisect_right(self._span_ends, begin_ns) :]:
@@ -297,12 +299,12 @@ class _Sweep:
                 break
             start_ns, stop_ns = max(span.start_ns, at_ns), min(span.end_ns, end_ns)
             if at_ns < start_ns:
-                found.append(Span(CLIENT, at_ns, start_ns))
+                found.append(ClientInterval(CLIENT, at_ns, start_ns))
             if start_ns < stop_ns:
-                found.append(Span(span.doing, start_ns, stop_ns))
+                found.append(ClientInterval(span.doing, start_ns, stop_ns))
             at_ns = max(at_ns, stop_ns)
         if at_ns < end_ns:
-            found.append(Span(CLIENT, at_ns, end_ns))
+            found.append(ClientInterval(CLIENT, at_ns, end_ns))
         return found
 
 
@@ -343,15 +345,15 @@ def exchanges_of(trace: StepTrace) -> dict[tuple[int, ...], dict[int, int]]:
     return found
 
 
-def segments_of(
+def device_intervals(
     worker: int,
     labels: Sequence[InstructionLabel],
     times_ns: Sequence[int],
     begun: Exchanges,
     hosts: Sequence[str],
     traffic: Mapping[tuple[int, int], LinkTraffic],
-) -> list[Segment]:
-    """Return the segments of a worker's step: what it computes, and the causes of the gaps between.
+) -> list[DeviceInterval]:
+    """Return the intervals of a worker's step: what it computes, and the causes of the gaps between.
 
     Args:
         worker: The worker.
@@ -372,14 +374,14 @@ def segments_of(
         if label.track == "transfer"
     ]
     at_ns = min(times_ns, default=0)
-    found: list[Segment] = []
+    found: list[DeviceInterval] = []
     for start_ns, end_ns in work:
         if start_ns - at_ns >= _DISPATCH_NS:
             found += _wait(worker, at_ns, start_ns, transfers, begun, hosts, traffic)
         elif start_ns > at_ns:
-            found.append(Segment(at_ns, start_ns, COMPUTING))
+            found.append(DeviceInterval(at_ns, start_ns, COMPUTING))
         if end_ns > max(at_ns, start_ns):
-            found.append(Segment(max(at_ns, start_ns), end_ns, COMPUTING))
+            found.append(DeviceInterval(max(at_ns, start_ns), end_ns, COMPUTING))
         at_ns = max(at_ns, end_ns)
     return found
 
@@ -392,7 +394,7 @@ def _wait(
     begun: Exchanges,
     hosts: Sequence[str],
     traffic: Mapping[tuple[int, int], LinkTraffic],
-) -> list[Segment]:
+) -> list[DeviceInterval]:
     """Divide a gap: until others had begun their part of the transfer that ended it, and the transfer after that."""
     meanwhile = [each for each in transfers if each[1] < end_ns and each[0] > begin_ns]
     inside = [each for each in meanwhile if each[0] <= end_ns and (each[2].peers or not each[2].exchange)]
@@ -400,17 +402,19 @@ def _wait(
         sending = [each[2] for each in meanwhile if each[1] >= begin_ns - _DISPATCH_NS] or [
             each[2] for each in meanwhile
         ]
-        return [Segment(begin_ns, end_ns, _sent_over(worker, sending[-1], hosts, traffic) if sending else UNKNOWN)]
+        return [
+            DeviceInterval(begin_ns, end_ns, _sent_over(worker, sending[-1], hosts, traffic) if sending else UNKNOWN)
+        ]
     last = max(inside, key=lambda each: each[0])
     label = last[2]
     if not label.peers:
-        return [Segment(begin_ns, end_ns, HOST_COPIES)]
+        return [DeviceInterval(begin_ns, end_ns, HOST_COPIES)]
     starts_ns = begun.get(label.exchange, {})
     peer = max(label.peers, key=lambda each: starts_ns.get(each, 0))
     since_ns = min(max(starts_ns.get(peer, 0), begin_ns), end_ns)
-    found = [Segment(begin_ns, since_ns, "", peer)] if since_ns > begin_ns else []
+    found = [DeviceInterval(begin_ns, since_ns, "", peer)] if since_ns > begin_ns else []
     if since_ns < end_ns:
-        found.append(Segment(since_ns, end_ns, _carrier((worker, *label.peers), hosts, traffic)))
+        found.append(DeviceInterval(since_ns, end_ns, _carrier((worker, *label.peers), hosts, traffic)))
     return found
 
 

@@ -12,15 +12,15 @@ from onebox.engine.steps.account import (
     CLIENT,
     UNSAMPLED,
     Account,
+    ClientInterval,
+    DeviceInterval,
     DeviceTime,
     Exchanges,
     Launch,
-    Segment,
-    Span,
+    device_intervals,
     exchanges_of,
     joined,
     make_account,
-    segments_of,
 )
 from onebox.engine.steps.launch import LaunchedStep
 from onebox.engine.steps.observer import StepObserver
@@ -40,7 +40,7 @@ class _Line:
     """The steps of a device that are not in the account yet."""
 
     launches: list[Launch] = field(default_factory=list)
-    segments: list[Segment] = field(default_factory=list)
+    intervals: list[DeviceInterval] = field(default_factory=list)
     sent_ns: dict[int, int] = field(default_factory=dict)
     end_ns: int = 0
 
@@ -61,7 +61,7 @@ class WallTime(StepObserver):
         self._thread: int | None = None
         self._lock = threading.Lock()
         self._doing: list[str] = [CLIENT]
-        self._spans: list[Span] = []
+        self._spans: list[ClientInterval] = []
         self._lines: dict[int, _Line] = {}
         self._before: Exchanges = {}
         self._account = Account(seconds=0.0)
@@ -93,7 +93,7 @@ class WallTime(StepObserver):
             if last is not None and last.doing == doing and last.end_ns == self._since_ns:
                 self._spans[-1] = last._replace(end_ns=now_ns)
             else:
-                self._spans.append(Span(doing, self._since_ns, now_ns))
+                self._spans.append(ClientInterval(doing, self._since_ns, now_ns))
         self._since_ns = now_ns
 
     def began(self, step: LaunchedStep) -> None:
@@ -120,12 +120,12 @@ class WallTime(StepObserver):
                 line.launches.append(Launch(min(sent_ns, start_ns), start_ns, end_ns))
                 if sampled:
                     known = {**self._before, **begun}
-                    line.segments += segments_of(worker, labels, times_ns, known, self._hosts, trace.traffic)
+                    line.intervals += device_intervals(worker, labels, times_ns, known, self._hosts, trace.traffic)
                 else:
-                    line.segments.append(Segment(start_ns, end_ns, UNSAMPLED))
+                    line.intervals.append(DeviceInterval(start_ns, end_ns, UNSAMPLED))
                 if late:
                     line.launches.sort(key=lambda each: each.start_ns)
-                    line.segments.sort()
+                    line.intervals.sort()
                 line.end_ns = max(line.end_ns, end_ns)
             self._before = begun
             if sampled:
@@ -163,14 +163,14 @@ class WallTime(StepObserver):
             worker: DeviceTime(
                 host="" if self._hosts[worker] == LOCAL_HOST else self._hosts[worker],
                 launches=line.launches,
-                segments=line.segments,
+                intervals=line.intervals,
             )
             for worker, line in self._lines.items()
             if line.launches or line.end_ns > self._settled_ns
         }
         spans, doing = tuple(self._spans), self._doing[-1]
         if doing != CLIENT:  # not ended yet
-            spans += (Span(doing, self._since_ns, max(self._since_ns, self._clock())),)
+            spans += (ClientInterval(doing, self._since_ns, max(self._since_ns, self._clock())),)
         return make_account(self._settled_ns, end_ns, spans, devices)
 
     def _fold(self, end_ns: int) -> None:
@@ -180,4 +180,4 @@ class WallTime(StepObserver):
         self._spans = [span for span in self._spans if span.end_ns > end_ns]
         for line in self._lines.values():
             line.launches = [each for each in line.launches if each.end_ns > end_ns]
-            line.segments = [each for each in line.segments if each.end_ns > end_ns]
+            line.intervals = [each for each in line.intervals if each.end_ns > end_ns]

@@ -14,7 +14,7 @@ from onebox.cost.estimate import TYPICAL_RATES
 from onebox.engine.workload.parameter_groups import Optimizers, ParameterGroup, groups_of, remembered_of
 from onebox.errors import UsageError
 from onebox.wire import TensorSpec, spec_of
-from onebox.wire.protocol.instructions import GroupDelays
+from onebox.wire.protocol.instructions import GroupDelays, Options
 from onebox.wire.protocol.requests import OptimizerSpec
 from onebox.wire.protocol.snapshots import StateEntry
 from onebox.worker import REMEMBERS, for_each_group
@@ -248,5 +248,13 @@ def _tried(group: ParameterGroup) -> tuple[float, int]:
     tried.step()
     state: Mapping[str, Any] = tried.state[parameter]
     tensors = [value for value in state.values() if isinstance(value, torch.Tensor)]
-    fixed = sum(value.nbytes for value in tensors if not value.dim())
+    scalars = [value.to(torch.float32) if _fused(group.options) else value for value in tensors if not value.dim()]
+    fixed = sum(value.nbytes for value in scalars)
     return sum(value.nbytes for value in tensors if value.dim()) / parameter.nbytes, fixed
+
+
+def _fused(options: Options) -> bool:
+    """Return whether workers use the fused kernel where it is exact, whose scalars are float32 in any case."""
+    chosen = options.get("fused", False)
+    plain = any(options.get(key) for key in ("foreach", "differentiable", "capturable"))
+    return bool(chosen) or (chosen is None and not plain)

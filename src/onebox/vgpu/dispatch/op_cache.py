@@ -157,11 +157,16 @@ def _compared(
         else:
             returns.append(metadata_of(item))
     changes = []
+    replaces = kernel.name.startswith("aten.set_.")
+    gaps = any(not twins[id(tensor)].is_contiguous() for number, tensor in enumerate(order) if number not in writes)
     for number in sorted(writes):  # not of a read one that is the same tensor: in another call it may be none
         tensor = order[number]
         now = metadata_of(twins[id(tensor)])
-        if now is not tensor._metadata or kernel.name.startswith("aten.set_."):  # perhaps in other memory
-            changes.append((number, now))
+        if now is tensor._metadata and not replaces:  # else perhaps in other memory
+            continue
+        if gaps and now.shape != tensor.shape and not replaces:
+            raise UnknownResult(f"{func}: kernels for ``meta`` do not lay out what they resize by what they read")
+        changes.append((number, now))
     outs = tuple(item.strided() if isinstance(item, Metadata) else None for item in returns)
     whole = KernelSpec(kernel.name, kernel.args, kernel.kwargs, kernel.inputs, kernel.floats, outs)
     shared = tuple(-1 if item is None else storages.get(item.untyped_storage()._cdata, -1) for item in flat)

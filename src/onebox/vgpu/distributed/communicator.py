@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from onebox.errors import OneboxError, UsageError
+from onebox.pool.errors import CAUSE_S
 from onebox.vgpu.core.metadata import dense
 from onebox.vgpu.core.tensor import Handle, VirtualTensor, wrap
 from onebox.vgpu.dispatch.dispatch import launch
@@ -25,6 +27,9 @@ from onebox.wire.protocol.groups import LeaveGroup
 from onebox.wire.protocol.instructions import Gather, Receive, Reduce, Send
 
 aten = torch.ops.aten
+
+_LOOK_S = 0.002
+"""Interval of checks for the notice of a worker that has left."""
 
 
 class Communicator:
@@ -47,13 +52,24 @@ class Communicator:
         self.tagged = tagged
         self.moment = 0
         """That of the latest failure of which the rank had been told with its latest collective."""
+        self._lost_peer = queue.channel.lost_peer()
 
-    @property
-    def failed(self) -> bool:
-        """True once a rank has left because of a failure, as far as it is known; a process that shares the devices of
-        its parent does not learn it."""
-        pool = self.queue.pool
-        return not pool.attached and pool.has_failed(self.group)
+    def has_failed(self) -> bool:
+        """Return whether a rank has left because of a failure; a process that shares the devices of its parent does not
+        learn it.
+
+        A rank that has lacked another one's data since its latest collective may know so before that one's notice has
+        come: it waits for the notice, or :data:`~onebox.pool.errors.CAUSE_S` if it was another group's.
+        """
+        pool, channel = self.queue.pool, self.queue.channel
+        if pool.attached:
+            return False
+        if channel.moment > self.moment:
+            before, self._lost_peer = self._lost_peer, channel.lost_peer()
+            end_s = time.monotonic() + CAUSE_S
+            while self._lost_peer > before and pool.is_whole(self.group) and time.monotonic() < end_s:
+                time.sleep(_LOOK_S)
+        return pool.has_failed(self.group)
 
     def total(self, tensor: VirtualTensor) -> VirtualTensor:
         """Return the sum of each rank's tensor, in the order of the ranks; the tensor is not modified.

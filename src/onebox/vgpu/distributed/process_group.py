@@ -175,7 +175,7 @@ class VirtualProcessGroup(_Base):
         """
         queue = self._queue(tensor)
         found = self._communicators.get(queue)
-        if found is not None and found.failed:
+        if found is not None and found.has_failed():
             queue.synchronize()
             queue.channel.require_told(found.moment)
             self._communicators.pop(queue).leave()

@@ -57,7 +57,7 @@ class VirtualSparse(Tensor):
 
     @property
     def is_cuda(self) -> bool:  # type: ignore[override]
-        """Whether the script calls the device ``cuda``."""
+        """True if the script calls the device ``cuda``."""
         return bool(self.device.type == "cuda")
 
     def new(self, *args: Any, **kwargs: Any) -> Any:

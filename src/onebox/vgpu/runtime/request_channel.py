@@ -19,7 +19,7 @@ from onebox.pool import Pool, WorkerReply
 from onebox.pool.errors import CAUSE_S
 from onebox.sizes import enough_text
 from onebox.vgpu.signals import deliver_signals, interruptible, shielded
-from onebox.wire.protocol.eager import Stream
+from onebox.wire.protocol.eager import StreamHeader
 from onebox.wire.protocol.requests import Instruction
 
 MESSAGES = 256
@@ -34,6 +34,12 @@ SLICE_S = 0.05
 
 _LOOK_S = 0.002
 """Interval of checks for failures on other devices."""
+
+_GROUP_ENDED = (
+    "the process group has ended with the failure of a rank, as one of NCCL does; that rank's own error says why. Let "
+    "the error end this rank, too, so that torchrun starts all of them again (--max-restarts), or form the group again "
+    "in all ranks: destroy_process_group(), then init_process_group()"
+)
 
 
 @interruptible
@@ -278,7 +284,7 @@ class RequestChannel:
             awaited: Whether the caller will wait for the reply.
         """
         number, errors = self.messages + 1, self._errors.count
-        begin = Stream(self._pool.first_number, number, self._in_flight.told, errors)
+        begin = StreamHeader(self._pool.first_number, number, self._in_flight.told, errors)
         future = self._pool.post(self._worker, [begin, *instructions], frames, answer=True)
         self.messages = number
         sent = SentMessage(future, number, sum([len(frame) for frame in frames]), awaited, errors)
@@ -358,6 +364,8 @@ class RequestChannel:
                     told.append(cause)
             elif self.of_rank:
                 error = self._told_to_others() or error
+            if self.of_rank and self._pool.attached:
+                error = _in_ended_group(error)
         self._errors.send(self._worker)
         for channel, one in told:
             with channel.lock:
@@ -452,6 +460,15 @@ class RequestChannel:
             if not self._in_flight:  # the last message has failed, and may still be executed: the next reply shows it
                 self.message((), (), awaited=False)
             return False
+
+
+def _in_ended_group(error: BaseException) -> BaseException:
+    """Return the error with what the rank of a process can do, which forms no other group by itself."""
+    if _GROUP_ENDED in str(error):
+        return error
+    made = copy.copy(error)
+    made.args = (f"{error}\n  {_GROUP_ENDED}",)
+    return made
 
 
 def _first_failure(channels: Iterable[RequestChannel]) -> tuple[RequestChannel, Failed] | None:

@@ -201,7 +201,7 @@ class KeepGenerator(WireStruct, frozen=True, tag="keep"):
     buffer: int
 
 
-class Stream(WireStruct, frozen=True, tag="stream"):
+class StreamHeader(WireStruct, frozen=True, tag="stream"):
     """Make the rest of the message part of a script's stream.
 
     After a failure in it, later instructions of the stream have no effect, until the script has been told: what they

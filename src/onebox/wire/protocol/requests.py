@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Literal
 
 from onebox.wire.program import Message, Program, TensorSpec
-from onebox.wire.protocol.eager import BlockSpec, EagerWork, GeneratorSpec, KernelSpec, Stream, Strided
+from onebox.wire.protocol.eager import BlockSpec, EagerWork, GeneratorSpec, KernelSpec, StreamHeader, Strided
 from onebox.wire.protocol.groups import FormGroup, LeaveGroup, Reduced, Rendezvous, Retime, TicketCancelled
 from onebox.wire.protocol.instructions import GroupDelays, Options, Step
 from onebox.wire.protocol.snapshots import SlotInstruction, StateEntry
@@ -186,7 +186,7 @@ Instruction = (
     | Put
     | Run
     | EagerWork
-    | Stream
+    | StreamHeader
     | SlotInstruction
     | FormGroup
     | LeaveGroup

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from typing import Literal
 
-import torch
 from msgspec.structs import replace
 
 from onebox.errors import UsageError, WireError
@@ -15,7 +14,7 @@ from onebox.worker.accelerator import DeviceFailed
 from onebox.worker.comm.api import RankLost
 from onebox.worker.device import ComputeDevice
 from onebox.worker.emulated import NoValues
-from onebox.worker.memory.buffers import QuotaExceeded
+from onebox.worker.memory.buffers import QuotaExceeded, lacks_memory
 from onebox.worker.programs.interpreter import OperatorFailed
 from onebox.worker.system.network_interfaces import NoAddress
 
@@ -81,21 +80,13 @@ def _explain(error: Exception, doing: str) -> WorkerFailure:
 def _kind(error: BaseException) -> Literal["memory", "operator", "peer"]:
     if isinstance(error, RankLost):
         return "peer"
-    memory = isinstance(error, QuotaExceeded | torch.OutOfMemoryError | MemoryError)
-    return "memory" if memory or _OUT_OF_MEMORY.search(str(error)) else "operator"
+    return "memory" if lacks_memory(error) else "operator"
 
 
 def _first_lines(error: BaseException, lines: int = 4) -> str:
     text = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     return "\n".join(text[:lines])
 
-
-_OUT_OF_MEMORY = re.compile(
-    r"DefaultCPUAllocator|CUDA error: out of memory|CU(?:BLAS|SPARSE|SOLVER)_STATUS_ALLOC_FAILED|CUFFT_ALLOC_FAILED"
-    r"|CUDNN_STATUS_(?:ALLOC|INTERNAL_ERROR_(?:HOST|DEVICE)_ALLOCATION)_FAILED"
-)
-"""Other names of a lack of memory: of PyTorch's allocator on CPUs, of the driver, and of libraries with memory of their
-own, whose exceptions have the class of any other."""
 
 _SIZES = {
     "asked": re.compile(r"[Tt]ried to allocate ([\d.]+ ?\w+)"),

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from onebox.errors import WireError
 from onebox.wire import BlockSpec, GeneratorSpec, KernelSpec, TensorSpec, from_frame, rows_of, spec_of, to_frame, unpack
-from onebox.wire.protocol.eager import EagerWork, KeepGenerator, Operate, Perform, Replay, SetGenerator, Stream
+from onebox.wire.protocol.eager import EagerWork, KeepGenerator, Operate, Perform, Replay, SetGenerator, StreamHeader
 from onebox.wire.protocol.groups import FormGroup, LeaveGroup, Retime
 from onebox.wire.protocol.instructions import (
     Ask,
@@ -206,7 +206,7 @@ class Executor:
         """
         if isinstance(instruction, Run):
             return self._run_routine(instruction)
-        if isinstance(instruction, Stream):
+        if isinstance(instruction, StreamHeader):
             try:
                 self._stream = self._streams.begin(instruction)
             except WireError as error:

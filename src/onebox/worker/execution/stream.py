@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from onebox.errors import WireError
-from onebox.wire.protocol.eager import Stream
+from onebox.wire.protocol.eager import StreamHeader
 from onebox.wire.protocol.responses import WorkerFailure
 
 MOST_STREAMS = 1 << 12
@@ -22,7 +22,7 @@ class ScriptStream:
         self._message = self._errors = 0  # of the present message
         self._stopped = (0, 0)  # the message in which it was stopped, and the script's errors with it
 
-    def begin(self, what: Stream) -> None:
+    def begin(self, what: StreamHeader) -> None:
         """Begin a message; go on if the script has been told of the failure before it sent this one.
 
         A lack of another device's data has its cause there: the script is told of that.
@@ -47,7 +47,7 @@ class ScriptStreams:
     def __init__(self) -> None:
         self._streams: dict[int, ScriptStream] = {}
 
-    def begin(self, what: Stream) -> ScriptStream:
+    def begin(self, what: StreamHeader) -> ScriptStream:
         """Begin a message of a stream, and return the stream.
 
         Raises:

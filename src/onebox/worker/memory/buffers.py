@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
+import torch
 from torch import Tensor
 
 from onebox.errors import WireError
@@ -70,6 +72,20 @@ class QuotaExceeded(Exception):
         self.asked_bytes = asked_bytes
         self.used_bytes = used_bytes
         self.allowed_bytes = allowed_bytes
+
+
+def lacks_memory(error: BaseException) -> bool:
+    """Return whether an error of any library tells of a lack of memory."""
+    known = isinstance(error, QuotaExceeded | torch.OutOfMemoryError | MemoryError)
+    return known or _OUT_OF_MEMORY.search(str(error)) is not None
+
+
+_OUT_OF_MEMORY = re.compile(
+    r"DefaultCPUAllocator|CUDA error: out of memory|CU(?:BLAS|SPARSE|SOLVER)_STATUS_ALLOC_FAILED|CUFFT_ALLOC_FAILED"
+    r"|CUDNN_STATUS_(?:ALLOC|INTERNAL_ERROR_(?:HOST|DEVICE)_ALLOCATION)_FAILED"
+)
+"""Other names of a lack of memory: of PyTorch's allocator on CPUs, of the driver, and of libraries with memory of their
+own, whose exceptions have the class of any other."""
 
 
 class _Held:

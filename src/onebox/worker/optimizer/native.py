@@ -115,7 +115,8 @@ class NativeOptimizer:
         self._count()
 
     def _place(self, entry: StateEntry, tensor: Tensor) -> Tensor:
-        """Return a state tensor in its required place: counters stay on the CPU unless kernels are fused.
+        """Return a state tensor in its required place: counters stay on the CPU unless kernels are fused, whose are
+        float32, as where PyTorch loads them.
 
         Raises:
             WireError: It does not match its parameter, which fused kernels rely on.
@@ -127,8 +128,10 @@ class NativeOptimizer:
                 f"state {entry.key!r} of the optimizer is {spec_of(tensor)}; allowed is one number for 'step', and "
                 f"otherwise {spec_of(parameter)}, as its parameter"
             )
-        on_device = entry.key != "step" or group.get("fused") or group.get("capturable")
-        return tensor.to(parameter.device) if on_device else tensor
+        if entry.key != "step":
+            return tensor.to(parameter.device)
+        of_kernel = group.get("fused") or group.get("capturable")
+        return tensor.to(parameter.device, torch.float32) if of_kernel else tensor
 
     def set_options(self, options: tuple[Options, ...]) -> None:
         """Set options of each group, such as the learning rate of this step."""

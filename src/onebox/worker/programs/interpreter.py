@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import operator as op
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -26,6 +26,7 @@ from onebox.wire import (
     reads,
     specs_by_slot,
 )
+from onebox.worker.memory.buffers import lacks_memory
 from onebox.worker.optimizer.fused_kernels import exactly
 from onebox.worker.programs.arguments import ValueIndex, by_keyword, constant, picker
 from onebox.worker.programs.bindings import TENSOR, fastest, spreads
@@ -179,18 +180,26 @@ class CompiledProgram:
         """
         call, pick, keywords, outs, dies, position = self._code[number]
         name, args = self.program.operators[number].name, pick(registers)
-        # what a rule about arguments refuses stays refused, whatever its strides
-        if not isinstance(error, WireError) and not all(tensor.is_contiguous() for tensor in _tensors(args)):
-            call = Tensor.reshape if name in _VIEWS else _contiguous_first(call)
-            with contextlib.suppress(Exception):
+        tries: list[Callable[..., Any]] = []
+        # what a rule about arguments refuses stays refused, whatever its strides; where memory lacks, copies take more
+        refused = not isinstance(error, WireError) and not lacks_memory(error)
+        if refused and not all(tensor.is_contiguous() for tensor in _tensors(args)):
+            tries = [Tensor.reshape] if name in _VIEWS else _contiguous_first(call)
+        for again in tries:
+            try:
                 if position >= 0:
                     seed(position)
-                result = call(*args, **keywords)
+                result = again(*args, **keywords)
                 made = [result] if isinstance(result, Tensor) else result
                 for slot, tensor in zip(outs, made, strict=True):
                     if slot is not None:
                         registers[slot] = tensor
-                self._code[number] = call, pick, keywords, outs, dies, position
+            except Exception as failed:
+                if lacks_memory(failed):
+                    error = failed
+                    break
+            else:
+                self._code[number] = again, pick, keywords, outs, dies, position
                 return
         raise OperatorFailed(name, describe(args)) from error
 
@@ -287,12 +296,23 @@ def _tensors(arguments: Sequence[Any]) -> list[Tensor]:
     ]
 
 
-def _contiguous_first(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Return an operator that makes its tensors contiguous."""
+def _contiguous_first(call: Callable[..., Any]) -> list[Callable[..., Any]]:
+    """Return an operator that makes its tensors contiguous; first one that leaves them expanded, which takes less."""
+    return [functools.partial(_with_each, way, call) for way in (_dense, Tensor.contiguous)]
 
-    def contiguous(value: Any) -> Any:
+
+def _with_each(way: Callable[[Tensor], Tensor], call: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
+    """Call an operator with tensors that have gone through a function."""
+
+    def given(value: Any) -> Any:
         if isinstance(value, list | tuple):
-            return [contiguous(item) for item in value]
-        return value.contiguous() if isinstance(value, Tensor) else value
+            return [given(item) for item in value]
+        return way(value) if isinstance(value, Tensor) else value
 
-    return lambda *args, **keywords: call(*map(contiguous, args), **keywords)
+    return call(*map(given, args), **keywords)
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    """Return a tensor that is contiguous but for the dimensions along which it is expanded."""
+    once = tensor[tuple(slice(None) if stride else slice(1) for stride in tensor.stride())]
+    return once.contiguous().expand(tensor.shape)

@@ -1,4 +1,4 @@
-"""The account of wall time, from spans of the client and segments of the devices."""
+"""The account of wall time, from spans of the client and intervals of the devices."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from onebox.engine.steps.account import (
     UNKNOWN,
     UNSAMPLED,
     Account,
+    ClientInterval,
+    DeviceInterval,
     DeviceTime,
     Launch,
-    Segment,
-    Span,
+    device_intervals,
     exchanges_of,
     joined,
     make_account,
-    segments_of,
 )
 from onebox.engine.steps.results import StepTrace
 from onebox.wire.protocol.responses import LinkTraffic
@@ -37,17 +37,17 @@ HOSTS = ("lab1", "lab2", "lab1", "lab3")
 
 
 def steps(*parts: tuple[int, int, str, int], sent: int = -1, host: str = "") -> DeviceTime:
-    """A device with one step, of segments in milliseconds: beginning, end, cause, device that is waited for."""
+    """A device with one step, of intervals in milliseconds: beginning, end, cause, device that is waited for."""
     begin, end = parts[0][0] * MS, parts[-1][1] * MS
     launch = Launch(begin if sent < 0 else sent * MS, begin, end)
-    segments = [Segment(start * MS, stop * MS, cause, device) for start, stop, cause, device in parts]
-    return DeviceTime(host=host, launches=[launch], segments=segments)
+    intervals = [DeviceInterval(start * MS, stop * MS, cause, device) for start, stop, cause, device in parts]
+    return DeviceTime(host=host, launches=[launch], intervals=intervals)
 
 
 def shares(
     until: int, devices: Mapping[int, DeviceTime], *spans: tuple[str, int, int], since: int = 0
 ) -> dict[str, float]:
-    made = [Span(doing, begin * MS, end * MS) for doing, begin, end in spans]
+    made = [ClientInterval(doing, begin * MS, end * MS) for doing, begin, end in spans]
     found = make_account(since * MS, until * MS, made, devices)
     return {cause: round(share, 6) for cause, share in found.shares.items()}
 
@@ -112,12 +112,12 @@ def test_a_client_that_waits_for_replies_waits_for_the_slowest_device() -> None:
 
 def test_steps_that_were_not_looked_at_are_as_those_that_were() -> None:
     launches = [Launch(0, 0, 40 * MS), Launch(40 * MS, 40 * MS, 80 * MS)]
-    segments = [
-        Segment(0, 30 * MS, COMPUTING),
-        Segment(30 * MS, 40 * MS, "link lab1–lab2"),
-        Segment(40 * MS, 80 * MS, UNSAMPLED),
+    intervals = [
+        DeviceInterval(0, 30 * MS, COMPUTING),
+        DeviceInterval(30 * MS, 40 * MS, "link lab1–lab2"),
+        DeviceInterval(40 * MS, 80 * MS, UNSAMPLED),
     ]
-    device = DeviceTime(launches=launches, segments=segments)
+    device = DeviceTime(launches=launches, intervals=intervals)
     assert shares(80, {0: device}) == {COMPUTING: 0.75, "link lab1–lab2": 0.25}
     assert shares(80, {0: device}, since=40) == {UNKNOWN: 1.0}
 
@@ -143,32 +143,32 @@ times = st.lists(st.integers(0, 60), min_size=2, max_size=24).map(sorted)
 def device(draw: st.DrawFn, number: int, devices: int) -> DeviceTime:
     """A device with steps, of which some have gaps."""
     bounds = draw(times)
-    launches, segments = [], []
+    launches, intervals = [], []
     for begin, end in zip(bounds[::2], bounds[1::2], strict=False):
         launches.append(Launch(draw(st.integers(0, begin)), begin, end))
         if begin < end:
             middle = draw(st.integers(begin, end))
             waits = draw(st.sampled_from([-1, *(other for other in range(devices + 1) if other != number)]))
             cause = draw(st.sampled_from([COMPUTING, "link lab1–lab2", UNSAMPLED, HOST_COPIES]))
-            segments += [
-                Segment(begin, middle, COMPUTING),
-                Segment(middle, draw(st.integers(middle, end)), cause, waits),
+            intervals += [
+                DeviceInterval(begin, middle, COMPUTING),
+                DeviceInterval(middle, draw(st.integers(middle, end)), cause, waits),
             ]
-    return DeviceTime(host=draw(st.sampled_from(["", "lab1"])), launches=launches, segments=segments)
+    return DeviceTime(host=draw(st.sampled_from(["", "lab1"])), launches=launches, intervals=intervals)
 
 
 @st.composite
-def intervals(draw: st.DrawFn) -> tuple[int, int, list[Span], dict[int, DeviceTime]]:
+def intervals(draw: st.DrawFn) -> tuple[int, int, list[ClientInterval], dict[int, DeviceTime]]:
     bounds = draw(times)
     doing = st.sampled_from([FEED, SAVING, STEPS, PLANNING])
-    spans = [Span(draw(doing), begin, end) for begin, end in zip(bounds[::2], bounds[1::2], strict=False)]
+    spans = [ClientInterval(draw(doing), begin, end) for begin, end in zip(bounds[::2], bounds[1::2], strict=False)]
     count = draw(st.integers(0, 3))
     begin = draw(st.integers(0, 40))
     return begin, begin + draw(st.integers(1, 40)), spans, {n: draw(device(n, count)) for n in range(count)}
 
 
 @given(intervals())
-def test_shares_are_all_of_the_time(given_: tuple[int, int, list[Span], dict[int, DeviceTime]]) -> None:
+def test_shares_are_all_of_the_time(given_: tuple[int, int, list[ClientInterval], dict[int, DeviceTime]]) -> None:
     found = make_account(*given_)
     assert math.fsum(found.shares.values()) == pytest.approx(1.0)
     assert all(share > 0 for share in found.shares.values())
@@ -178,14 +178,14 @@ def test_shares_are_all_of_the_time(given_: tuple[int, int, list[Span], dict[int
 
 @given(intervals(), st.integers(0, 80))
 def test_an_interval_is_the_sum_of_its_parts(
-    given_: tuple[int, int, list[Span], dict[int, DeviceTime]], cut: int
+    given_: tuple[int, int, list[ClientInterval], dict[int, DeviceTime]], cut: int
 ) -> None:
     begin, end, spans, devices = given_
     devices = {
         number: DeviceTime(
             host=own.host,
             launches=own.launches,
-            segments=[each._replace(cause=COMPUTING) if each.cause == UNSAMPLED else each for each in own.segments],
+            intervals=[each._replace(cause=COMPUTING) if each.cause == UNSAMPLED else each for each in own.intervals],
         )
         for number, own in devices.items()
     }
@@ -219,9 +219,9 @@ def traced(
     )
 
 
-def segments(trace: StepTrace, worker: int) -> list[tuple[int, int, str, int]]:
+def intervals_in(trace: StepTrace, worker: int) -> list[tuple[int, int, str, int]]:
     labels, times_ns, _ = trace.workers[worker]
-    found = segments_of(worker, labels, times_ns, exchanges_of(trace), HOSTS, trace.traffic)
+    found = device_intervals(worker, labels, times_ns, exchanges_of(trace), HOSTS, trace.traffic)
     return [(each.start_ns // MS, each.end_ns // MS, each.cause, each.device) for each in found]
 
 
@@ -238,37 +238,37 @@ def summed(worker: int, members: tuple[int, ...]) -> InstructionLabel:
 
 def test_a_receiver_waits_for_the_sender_and_then_for_the_link() -> None:
     trace = traced({0: [(WORK, 0, 30), (SEND, 30, 50)], 1: [(RECEIVE, 0, 50), (WORK, 50, 80)]})
-    assert segments(trace, 0) == [(0, 30, COMPUTING, -1)]
-    assert segments(trace, 1) == [(0, 30, "", 0), (30, 50, "link lab1–lab2", -1), (50, 80, COMPUTING, -1)]
+    assert intervals_in(trace, 0) == [(0, 30, COMPUTING, -1)]
+    assert intervals_in(trace, 1) == [(0, 30, "", 0), (30, 50, "link lab1–lab2", -1), (50, 80, COMPUTING, -1)]
 
 
 def test_a_sum_waits_for_the_last_of_its_members() -> None:
     events = {w: [(WORK, 0, 10 + 20 * w), (summed(w, (0, 1)), 10 + 20 * w, 40), (WORK, 40, 45)] for w in (0, 1)}
     trace = traced(events)
-    assert segments(trace, 0)[1:3] == [(10, 30, "", 1), (30, 40, "link lab1–lab2", -1)]
-    assert segments(trace, 1)[1] == (30, 40, "link lab1–lab2", -1)
+    assert intervals_in(trace, 0)[1:3] == [(10, 30, "", 1), (30, 40, "link lab1–lab2", -1)]
+    assert intervals_in(trace, 1)[1] == (30, 40, "link lab1–lab2", -1)
 
 
 def test_between_devices_of_one_host_there_is_no_link() -> None:
     trace = traced({w: [(WORK, 0, 10), (summed(w, (0, 2)), 10, 40), (WORK, 40, 45)] for w in (0, 2)})
-    assert segments(trace, 0)[1] == (10, 40, "transfers within lab1", -1)
+    assert intervals_in(trace, 0)[1] == (10, 40, "transfers within lab1", -1)
 
 
 def test_of_several_links_the_busiest_counts() -> None:
     events = {w: [(WORK, 0, 10), (summed(w, (0, 1, 3)), 10, 40), (WORK, 40, 45)] for w in (0, 1, 3)}
     trace = traced(events, {(0, 1): 5, (1, 3): 50, (0, 2): 900})
-    assert segments(trace, 0)[1] == (10, 40, "link lab2–lab3", -1)
+    assert intervals_in(trace, 0)[1] == (10, 40, "link lab2–lab3", -1)
 
 
 def test_the_beginning_of_a_transfer_takes_a_workers_time() -> None:
     trace = traced({0: [(WORK, 0, 10), (SEND, 10, 60), (WORK, 20, 30)]})
-    assert segments(trace, 0) == [(0, 10, COMPUTING, -1), (10, 20, "link lab1–lab2", -1), (20, 30, COMPUTING, -1)]
+    assert intervals_in(trace, 0) == [(0, 10, COMPUTING, -1), (10, 20, "link lab1–lab2", -1), (20, 30, COMPUTING, -1)]
 
 
 def test_copies_from_host_memory_have_a_cause_of_their_own() -> None:
     trace = traced({0: [(WORK, 0, 10), (InstructionLabel("bring", "transfer"), 5, 30), (WORK, 30, 40)]})
-    assert segments(trace, 0)[1] == (10, 30, HOST_COPIES, -1)
+    assert intervals_in(trace, 0)[1] == (10, 30, HOST_COPIES, -1)
 
 
 def test_a_gap_without_a_cause_is_not_attributed() -> None:
-    assert segments(traced({0: [(WORK, 0, 10), (WORK, 20, 30)]}), 0)[1] == (10, 20, UNKNOWN, -1)
+    assert intervals_in(traced({0: [(WORK, 0, 10), (WORK, 20, 30)]}), 0)[1] == (10, 20, UNKNOWN, -1)

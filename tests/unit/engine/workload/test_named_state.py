@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -24,6 +25,14 @@ from onebox.errors import UsageError
 from onebox.wire import TensorSpec
 from onebox.wire.protocol.snapshots import StateEntry
 from onebox.worker import OPTIMIZERS
+from onebox.worker.optimizer.native import NativeOptimizer
+
+
+@pytest.fixture
+def in_float64() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
 
 
 class Tied(nn.Module):
@@ -168,6 +177,23 @@ def test_what_the_state_of_every_optimizer_takes_is_known(kind: str) -> None:
     optimizer.step()
     made = sum(value.nbytes for value in optimizer.state[matrix].values() if isinstance(value, torch.Tensor))
     assert found.size_bytes(matrix.nbytes) == made
+
+
+@pytest.mark.usefixtures("in_float64")
+@pytest.mark.parametrize("stepped", [False, True])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_what_the_state_takes_on_workers_is_known_where_the_default_type_is_float64(kind: str, stepped: bool) -> None:
+    """Counters of fused kernels are float32, others have the default type; of an optimizer that has stepped, too."""
+    model = nn.Linear(64, 64, bias=False)
+    optimizer, state = getattr(torch.optim, kind)(model.parameters()), numbered(model)
+    if stepped:
+        model.weight.grad = torch.ones_like(model.weight)
+        optimizer.step()
+    names = ("model.weight",)
+    entries, tensors = state_entries(local_optimizer_state(optimizer, state), names)
+    native = NativeOptimizer(optimizer_definition(optimizer, state, names, entries), [model.weight.detach()], tensors)
+    native.step([torch.ones_like(model.weight)], 0.0)
+    assert footprints(optimizer, state)["model.weight"].size_bytes(model.weight.nbytes) == native.charged_bytes
 
 
 def test_what_adafactor_remembers_depends_on_the_shape() -> None:

@@ -21,7 +21,7 @@ from onebox.wire import (
     spec_of,
     to_frame,
 )
-from onebox.wire.protocol.eager import KeepGenerator, Operate, Perform, Replay, SetGenerator, Stream
+from onebox.wire.protocol.eager import KeepGenerator, Operate, Perform, Replay, SetGenerator, StreamHeader
 from onebox.wire.protocol.instructions import Ask, Call, Get
 from onebox.wire.protocol.requests import Define, FreeRange, Put
 from onebox.wire.protocol.responses import WorkerMemory
@@ -259,8 +259,8 @@ def test_a_lack_of_memory_precedes_what_an_operator_writes() -> None:
 
 
 def test_a_stream_stops_until_the_script_has_been_told(rig: Rig) -> None:
-    def begin(message: int, told: int = 0) -> Stream:
-        return Stream(1, message, told)
+    def begin(message: int, told: int = 0) -> StreamHeader:
+        return StreamHeader(1, message, told)
 
     double = Operate((1, 11, 11, 30), (1.0,))
     rig.put(b14=torch.ones(3, dtype=torch.float64))
@@ -284,39 +284,39 @@ def test_a_stream_stops_until_the_script_has_been_told(rig: Rig) -> None:
 
 
 def test_a_late_word_of_the_script_does_not_end_a_later_stop(rig: Rig) -> None:
-    rig.do(Stream(1, 5, 0), Operate((3, 11, 12, 20)))
-    rig.do(Stream(1, 6, 4), Operate((2, 11, 13)))
-    rig.do(Stream(1, 7, 5), Operate((3, 11, 12, 21)))
-    rig.do(Stream(1, 8, 6), Operate((1, 11, 11, 22), (1.0,)))
+    rig.do(StreamHeader(1, 5, 0), Operate((3, 11, 12, 20)))
+    rig.do(StreamHeader(1, 6, 4), Operate((2, 11, 13)))
+    rig.do(StreamHeader(1, 7, 5), Operate((3, 11, 12, 21)))
+    rig.do(StreamHeader(1, 8, 6), Operate((1, 11, 11, 22), (1.0,)))
     assert len(rig.failures) == 2
     assert failure_of(rig, 22) == rig.failures[1]
-    rig.do(Stream(1, 9, 7), Operate((1, 11, 11, 22), (1.0,)))
+    rig.do(StreamHeader(1, 9, 7), Operate((1, 11, 11, 22), (1.0,)))
     assert torch.equal(rig.get(22), ONES * 2)
 
 
 def test_the_use_of_a_void_tensor_stops_the_stream_with_the_first_failure(rig: Rig) -> None:
-    rig.do(Define(5, VIEW), Stream(1, 1, 0), Operate((3, 11, 12, 20)))
-    rig.do(Stream(1, 2, 1), Operate((5, 20, 21, 1, 11, 11, 22), (1.0,)))  # a view reads nothing
+    rig.do(Define(5, VIEW), StreamHeader(1, 1, 0), Operate((3, 11, 12, 20)))
+    rig.do(StreamHeader(1, 2, 1), Operate((5, 20, 21, 1, 11, 11, 22), (1.0,)))  # a view reads nothing
     assert torch.equal(rig.get(22), ONES * 2)
     assert len(rig.failures) == 1
-    rig.do(Stream(1, 3, 1), Operate((2, 11, 20, 1, 11, 11, 23), (1.0,)))
+    rig.do(StreamHeader(1, 3, 1), Operate((2, 11, 20, 1, 11, 11, 23), (1.0,)))
     assert rig.failures[1] == rig.failures[0] == failure_of(rig, 23)
     assert torch.equal(rig.get(11), ONES)
 
 
 def test_streams_of_two_scripts_stop_by_themselves(rig: Rig) -> None:
-    rig.do(Stream(100, 1), Operate((3, 11, 12, 20)))
-    rig.do(Stream(200, 1), Operate((1, 11, 11, 21), (1.0,)))
+    rig.do(StreamHeader(100, 1), Operate((3, 11, 12, 20)))
+    rig.do(StreamHeader(200, 1), Operate((1, 11, 11, 21), (1.0,)))
     assert torch.equal(rig.get(21), ONES * 2)
     rig.do(FreeRange(100, 200))
-    rig.do(Stream(100, 2), Operate((1, 11, 11, 22), (1.0,)))
+    rig.do(StreamHeader(100, 2), Operate((1, 11, 11, 22), (1.0,)))
     assert torch.equal(rig.get(22), ONES * 2)
 
 
 def test_an_operator_that_is_answered_does_not_stop_the_stream(rig: Rig) -> None:
     with pytest.raises(Poisoned):
-        rig.do(Stream(1, 1), Perform(KernelSpec("aten.mm.default", MM.args, {}, 2, 0), (11, 12), (), 50))
-    rig.do(Stream(1, 2), Operate((1, 11, 11, 22), (1.0,)))
+        rig.do(StreamHeader(1, 1), Perform(KernelSpec("aten.mm.default", MM.args, {}, 2, 0), (11, 12), (), 50))
+    rig.do(StreamHeader(1, 2), Operate((1, 11, 11, 22), (1.0,)))
     assert torch.equal(rig.get(22), ONES * 2)
 
 
@@ -324,8 +324,8 @@ def test_a_program_that_fails_stops_the_stream(rig: Rig) -> None:
     rig.do(define(90, elementwise("aten.neg.default", spec_of(ONES))))
     rig.put(b14=torch.ones(3, dtype=torch.float64))
     used = rig.used
-    rig.do(Stream(1, 1), Call(90, (14,), (20,), (0,)), Call(90, (11,), (21,)), Call(90, (13,), (22,), (0,)))
+    rig.do(StreamHeader(1, 1), Call(90, (14,), (20,), (0,)), Call(90, (11,), (21,)), Call(90, (13,), (22,), (0,)))
     assert failure_of(rig, 20) == failure_of(rig, 21) == failure_of(rig, 22) == rig.failures[0]
     assert rig.used == used - 24 - 32  # what the calls were to take is freed
-    rig.do(Stream(1, 2, 1), Call(90, (11,), (21,)))
+    rig.do(StreamHeader(1, 2, 1), Call(90, (11,), (21,)))
     assert torch.equal(rig.get(21), -ONES)

@@ -26,6 +26,7 @@ from onebox.wire import (
     Value,
     with_deaths,
 )
+from onebox.worker.execution.errors import describe_failure
 from onebox.worker.programs.interpreter import CompiledProgram, OperatorFailed
 from onebox.worker.progress import WorkerProgress
 from tests.unit.programs import CPU, Sample, run_plainly, samples
@@ -360,6 +361,26 @@ def test_an_operator_that_refuses_strides_is_given_contiguous_tensors() -> None:
     for given_ in (x, turned, turned, x):
         made = tape.run([given_], no_seed, WorkerProgress())
         assert all(map(torch.equal, made, expected))
+
+
+def test_an_expanded_tensor_stays_expanded_where_the_operator_takes_it() -> None:
+    once = torch.arange(6, dtype=torch.float64).view(1, 2, 3).mT
+    shape, half = (1 << 40, 3, 2), (1 << 40, 3)
+    pair = Operator("aten.view_as_complex.default", (SlotArgument(0),), {}, (1,), (TensorSpec("complex128", half),))
+    tape = CompiledProgram(Program((TensorSpec("float64", shape),), (pair,), (1,), 2), CPU)
+    (made,) = tape.run([once.expand(shape)], no_seed, WorkerProgress())
+    assert made[7].tolist() == [0 + 3j, 1 + 4j, 2 + 5j]
+
+
+def test_a_lack_of_memory_for_contiguous_tensors_is_reported_as_such() -> None:
+    shape = (2, 1 << 44)
+    flat = Operator(
+        "aten.view.default", (SlotArgument(0), Many((1 << 45,))), {}, (1,), (TensorSpec("float64", (1 << 45,)),)
+    )
+    tape = CompiledProgram(Program((TensorSpec("float64", shape),), (flat,), (1,), 2), CPU)
+    with pytest.raises(OperatorFailed, match=r"aten\.view") as caught:
+        tape.run([torch.ones(2, 1, dtype=torch.float64).expand(shape)], no_seed, WorkerProgress())
+    assert describe_failure(caught.value, "a step").kind == "memory"
 
 
 def test_a_rule_about_strides_is_not_avoided_by_contiguous_tensors() -> None:
