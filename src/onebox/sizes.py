@@ -177,7 +177,7 @@ def parse_budgets(what: str, memory: Memory | None) -> Budgets:
         return Budgets(own=own)
     if isinstance(memory, int | str):
         return Budgets(every=_size(what, memory))
-    if not isinstance(memory, Sequence) or not memory:
+    if not isinstance(memory, Sequence) or isinstance(memory, bytes) or not memory:
         raise UsageError(f"{what} {memory!r}: allowed are bytes or text such as 2GiB, a list of them, or a mapping")
     return Budgets(listed=tuple(_size(what, size) for size in memory))
 

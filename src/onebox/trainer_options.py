@@ -59,10 +59,10 @@ class DataParallel:
     shard_optimizer: bool = False
 
     def __post_init__(self) -> None:
-        _require_int("micro_batch", self.micro_batch, least=1)
+        require_int("micro_batch", self.micro_batch, least=1)
         _require_one("sync", self.sync, get_args(Sync))
         _require_one("update", self.update, get_args(UpdateAt))
-        _require_bool("shard_optimizer", self.shard_optimizer)
+        require_bool("shard_optimizer", self.shard_optimizer)
         if self.shard_optimizer and self.sync == "client":
             raise UsageError("shard_optimizer=True needs sync='workers': the client sums for all replicas or for none")
         object.__setattr__(self, "shares", _checked_shares(self.shares))
@@ -115,7 +115,7 @@ class StaleGradients:
 
     def __post_init__(self) -> None:
         _require_one("correction", self.correction, get_args(Correction))
-        _require_int("warm_up", self.warm_up, least=0)
+        require_int("warm_up", self.warm_up, least=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,19 +171,19 @@ class Outer:
     grace_s: float = 5.0
 
     def __post_init__(self) -> None:
-        _require_int("quorum", self.quorum, least=1)
-        if not _is_number(self.grace_s) or not 0 <= self.grace_s < math.inf:
+        require_int("quorum", self.quorum, least=1)
+        if not is_number(self.grace_s) or not 0 <= self.grace_s < math.inf:
             raise UsageError(f"grace_s={self.grace_s!r}: allowed are seconds from 0 up")
         if self.quorum is None and self.grace_s != Outer.grace_s:
             raise UsageError(f"grace_s={self.grace_s}: it is the time for islands beyond a quorum; give a quorum, too")
-        _require_int("overlap", self.overlap, least=0, optional=False)
-        if not _is_number(self.keep) or not 0 <= self.keep < 1:
+        require_int("overlap", self.overlap, least=0, optional=False)
+        if not is_number(self.keep) or not 0 <= self.keep < 1:
             raise UsageError(f"keep={self.keep!r}: allowed are 0 up to, but not, 1")
-        _require_int("every", self.every, least=1, optional=False)
-        _require_int("fragments", self.fragments, least=1, optional=False)
-        if not _is_number(self.lr) or not 0 < self.lr < math.inf:
+        require_int("every", self.every, least=1, optional=False)
+        require_int("fragments", self.fragments, least=1, optional=False)
+        if not is_number(self.lr) or not 0 < self.lr < math.inf:
             raise UsageError(f"lr={self.lr!r}: allowed are numbers above 0")
-        if not _is_number(self.momentum) or not 0 <= self.momentum < 1:
+        if not is_number(self.momentum) or not 0 <= self.momentum < 1:
             raise UsageError(f"momentum={self.momentum!r}: allowed are 0 up to, but not, 1")
         if self.fragments > self.every:
             raise UsageError(
@@ -221,7 +221,7 @@ class Recovery:
     snapshot_every: int | None = None
 
     def __post_init__(self) -> None:
-        _require_int("snapshot_every", self.snapshot_every, least=1)
+        require_int("snapshot_every", self.snapshot_every, least=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -301,11 +301,11 @@ class Numerics:
             _require_one("matmul", self.matmul, get_args(MatmulPrecision))
         for name in ("tf32_convolutions", "cudnn_benchmark", "cudnn_deterministic"):
             if getattr(self, name) is not None:
-                _require_bool(name, getattr(self, name))
+                require_bool(name, getattr(self, name))
         if not isinstance(self.deterministic, bool) and self.deterministic not in (None, "warn"):
             raise UsageError(f"deterministic={self.deterministic!r}: allowed are True, False and 'warn'")
         if self.cuda_graphs is not True:
-            _require_bool("cuda_graphs", self.cuda_graphs)
+            require_bool("cuda_graphs", self.cuda_graphs)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -342,10 +342,10 @@ class Engine:
     def __post_init__(self) -> None:
         if not isinstance(self.numerics, Numerics):
             raise UsageError(f"numerics={self.numerics!r}: allowed are onebox.Numerics(...)")
-        _require_int("in_flight", self.in_flight, least=1)
-        _require_int("check_every", self.check_every, least=0, optional=False)
+        require_int("in_flight", self.in_flight, least=1)
+        require_int("check_every", self.check_every, least=0, optional=False)
         for name in ("overlap", "fuse", "trace"):
-            _require_bool(name, getattr(self, name))
+            require_bool(name, getattr(self, name))
         check_costs(self.costs or {})
 
 
@@ -372,7 +372,8 @@ def check_costs(costs: SegmentCosts) -> None:
             raise UsageError(f"costs of segment {name!r} are {times}: allowed are three times in seconds, from 0 up")
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: object) -> bool:
+    """Return whether a value is a number, which ``True`` is not."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
@@ -391,14 +392,24 @@ def _checked_shares(shares: Any, receiver: str = "device") -> Shares:
     return weights
 
 
-def _require_int(name: str, value: Any, *, least: int, optional: bool = True) -> None:
+def require_int(name: str, value: object, *, least: int, optional: bool = True) -> None:
+    """Refuse an option that is no whole number from ``least`` up.
+
+    Raises:
+        UsageError: What came, and what is allowed.
+    """
     if value is None and optional:
         return
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise UsageError(f"{name}={value!r}: allowed are {least} and more")
 
 
-def _require_bool(name: str, value: Any) -> None:
+def require_bool(name: str, value: object) -> None:
+    """Refuse an option that is neither true nor false.
+
+    Raises:
+        UsageError: What came, and what is allowed.
+    """
     if not isinstance(value, bool):
         raise UsageError(f"{name}={value!r}: allowed are True and False")
 

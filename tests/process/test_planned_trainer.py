@@ -216,8 +216,13 @@ def in_two_stages(folder: Path, pool: Pool) -> Plan:
     return found[0]
 
 
-def test_a_run_logs_what_that_of_transformers_logs(tmp_path: Path, pools: Shelf) -> None:
-    """Losses, norms, rates and evaluations, with accumulated batches whose labels are unevenly many."""
+TWO_REPLICAS = "1 stage, 2 replicas (0: 50%, 1: 50%), micro-batches of 2, gradients averaged worker to worker"
+
+
+def test_a_run_logs_what_that_of_transformers_logs(
+    tmp_path: Path, pools: Shelf, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Losses, norms, rates and evaluations, with accumulated batches whose labels are unevenly many; and the plan."""
     settings = {"gradient_accumulation_steps": 2}
     more = {"compute_loss_func": loss_of_tokens, "settings": settings}
     plain = run(transformers.Trainer, tmp_path / "plain", **more)
@@ -225,6 +230,8 @@ def test_a_run_logs_what_that_of_transformers_logs(tmp_path: Path, pools: Shelf)
     ours = run(PlannedTrainer, tmp_path / "ours", pool=pools(2), plan=plan, **more)
     require_same(ours, plain, EXACT)
     assert ours.planned is None
+    plans = [line for line in caplog.messages if line.startswith("steps run on ")]
+    assert plans == [f"steps run on 2 of 2 devices: {TWO_REPLICAS}"]
 
 
 CASES: dict[str, tuple[int, float, dict[str, Any]]] = {

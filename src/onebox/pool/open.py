@@ -20,10 +20,11 @@ from onebox.pool.core_usage import explain_overcommitment
 from onebox.pool.devices import explain_links, welcome
 from onebox.pool.discovery import LOCAL_HOST, requested_devices, require_local_workers
 from onebox.pool.errors import raise_first
-from onebox.pool.network.emulated import LinkMap
+from onebox.pool.network.emulated import Link, LinkMap
 from onebox.pool.pool import Pool
 from onebox.pool.spec import AgentPart, RayPart, asked_parts, read_hosts
 from onebox.sizes import Memory, parse_budgets
+from onebox.trainer_options import is_number, require_bool, require_int
 from onebox.wire import new_keys
 from onebox.wire.protocol.instructions import Ask
 from onebox.worker import Fault
@@ -56,7 +57,13 @@ def open_pool(
             the devices and ``wait`` is false.
         WorkerDied: A worker ended during its start.
     """
+    require_int("threads", threads, least=1)
+    for name, value in {"wait": wait, "plain_links": plain_links}.items():
+        require_bool(name, value)
+    if grace_s is not None and not (is_number(grace_s) and 0 < grace_s < math.inf):
+        raise UsageError(f"grace_s={grace_s!r}: allowed are seconds above 0, and None for the usual ones")
     _require_channel(channel_latency_s, channel_bandwidth_bps)
+    _require_maps(links, faults)
     sources = make_sources(spec, threads=threads, memory=memory, faults=faults, grace_s=grace_s)
     plain_links = plain_links or any(isinstance(source, AgentSource) and source.plain_links for source in sources)
     channel = {"channel_latency_s": channel_latency_s, "channel_bandwidth_bps": channel_bandwidth_bps}
@@ -69,10 +76,35 @@ def _require_channel(latency_s: float, bandwidth_bps: float) -> None:
     Raises:
         UsageError: It cannot.
     """
-    if not 0 <= latency_s < math.inf:
-        raise UsageError(f"channel_latency_s={latency_s}: a latency is 0 s or more and finite")
-    if not bandwidth_bps > 0:
-        raise UsageError(f"channel_bandwidth_bps={bandwidth_bps}: a bandwidth is positive; infinite for no cap")
+    if not (is_number(latency_s) and 0 <= latency_s < math.inf):
+        raise UsageError(f"channel_latency_s={latency_s!r}: a latency is 0 s or more and finite")
+    if not (is_number(bandwidth_bps) and bandwidth_bps > 0):
+        raise UsageError(f"channel_bandwidth_bps={bandwidth_bps!r}: a bandwidth is positive; infinite for no cap")
+
+
+def _require_maps(links: object, faults: object) -> None:
+    """Check the types of links and faults.
+
+    Raises:
+        UsageError: They are of other types.
+    """
+
+    def is_way(key: object) -> bool:
+        return isinstance(key, tuple) and len(key) == 2 and all(isinstance(end, int) for end in key)
+
+    if links is not None and not (
+        isinstance(links, Mapping) and all(is_way(way) and isinstance(link, Link) for way, link in links.items())
+    ):
+        raise UsageError(
+            f"links={links!r}: allowed is a dict from pairs of devices to links, such as "
+            "{(0, 1): onebox.Link(latency_s=1e-3)}"
+        )
+    if faults is not None and not (
+        isinstance(faults, Mapping)
+        and all(isinstance(worker, int) and isinstance(own, Sequence) for worker, own in faults.items())
+        and all(isinstance(fault, Fault) for own in faults.values() for fault in own)
+    ):
+        raise UsageError(f"faults={faults!r}: allowed is a dict from devices to lists of faults, for tests")
 
 
 def make_sources(
@@ -89,6 +121,11 @@ def make_sources(
         UsageError: The specification is wrong, or names a missing device of this machine, or a host that this client
             was not paired with.
     """
+    if not isinstance(spec, str):
+        raise UsageError(
+            f"spec={spec!r}: allowed is text such as 'auto', 'cpu*2', 'cuda:0,cuda:1' or 'lab1,lab2', or the path of a "
+            "file of hosts"
+        )
     parts = asked_parts(spec, os.environ, read_hosts)
     budgets = parse_budgets("memory", memory)
     if len(parts) > 1 and not budgets.alike:

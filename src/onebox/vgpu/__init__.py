@@ -8,11 +8,12 @@ from collections.abc import Sequence
 from onebox.pool import Pool, open_pool
 from onebox.pool.network.emulated import LinkMap
 from onebox.sizes import Memory
+from onebox.trainer_options import require_bool
 from onebox.vgpu.core.tensor import VirtualTensor
 from onebox.vgpu.cuda_alias import alias_cuda
 from onebox.vgpu.distributed.ranks import Ranks, spawn
 from onebox.vgpu.registration import install, uninstall
-from onebox.vgpu.runtime.context import attach, current_context, open_on_demand
+from onebox.vgpu.runtime.context import attach, current_context, open_on_demand, open_queues
 from onebox.worker import Fault
 
 
@@ -78,6 +79,7 @@ def open_devices(
         ...     len(pool)
         2
     """
+    require_bool("virtual_devices", virtual_devices)
     pool = open_pool(
         spec,
         threads=threads,
@@ -112,6 +114,11 @@ def set_synchronous(on: bool) -> None:
         queue.synchronous = on
 
 
+def used_devices(pool: Pool) -> set[int]:
+    """Return the numbers of the devices on which this process has made a tensor, of a pool that is open."""
+    return {queue.worker for queue in open_queues() if queue.pool is pool and queue.used}
+
+
 __all__ = [
     "Pool",
     "Ranks",
@@ -124,4 +131,5 @@ __all__ = [
     "set_synchronous",
     "spawn",
     "uninstall",
+    "used_devices",
 ]

@@ -256,6 +256,39 @@ def test_a_device_with_too_little_memory(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr, done.stdout) == (0, "", "out of memory 8.0\n")
 
 
+# ---- devices without work
+
+IDLE = (
+    "onebox: 1 of 2 devices was used; cuda:1 had no work: move some there with .to('cuda:1'), start a rank for each "
+    "device with onebox torchrun, divide the training with onebox.Trainer, or open fewer devices with --pool\n"
+)
+RANK = (
+    "import subprocess, sys\nsubprocess.run([sys.executable, '-c', 'import torch; torch.ones(1).cuda({})'], check=True)"
+)
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        pytest.param("torch.manual_seed(0); torch.ones(1, device='cuda')", IDLE, id="one"),
+        pytest.param("torch.ones(1, device='cuda'); torch.ones(1).to('cuda:1')", "", id="both"),
+        pytest.param(
+            "x = torch.ones(1).cuda(); atexit.register(x.to, 'cuda:1')", "", id="late", marks=pytest.mark.long
+        ),
+        pytest.param("torch.cuda.synchronize(1)", "", id="none"),
+        pytest.param("torch.ones(1).cuda(); sys.exit(3)", "", id="failed"),
+        pytest.param("torch.ones(1).cuda(); import onebox; onebox.Trainer", "", id="trainer"),
+        pytest.param(f"torch.ones(1).cuda(); {RANK.format(1)}", "", id="child"),
+        pytest.param(RANK.format(0), IDLE, id="only child"),
+    ],
+)
+def test_devices_without_work_are_named(lines: str, said: str, tmp_path: Path) -> None:
+    script(tmp_path, f"import atexit, sys, torch\n{lines}\n")
+    line = [sys.executable, "-m", "onebox", "run", *POOL, "script.py"]  # no trainer is imported before
+    done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=WITHIN_S, check=False)
+    assert (done.returncode, done.stderr) == (3 if "exit(3)" in lines else 0, said)
+
+
 # ---- nothing is left
 
 

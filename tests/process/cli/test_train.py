@@ -97,6 +97,10 @@ def test_the_account_of_each_epoch_is_all_of_its_time(undisturbed: Run) -> None:
     epochs = [record for record in records if record["event"] == "epoch"]
     assert [record["samples_per_s"] for record in epochs] == [record["samples_per_s"] for record in accounts]
     assert all(record["text"] in undisturbed.done.stdout for record in accounts)
+    whole = {"samples": EPOCHS * 1442, "shares": summary["account"], **summary}
+    for one in (*accounts, whole):  # one rate, of the same account, wherever it is given
+        training_s = one["seconds"] * (1 - one["shares"].get("capture and planning", 0.0))
+        assert one["samples_per_s"] == pytest.approx(one["samples"] / training_s)
 
 
 def test_the_timeline_is_a_trace_whose_tracks_do_not_overlap(undisturbed: Run) -> None:

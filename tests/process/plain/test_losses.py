@@ -101,6 +101,26 @@ def mean_said(way: Way) -> None:
     train(way, F.cross_entropy, micro_batch=4, loss_reduction="mean")
 
 
+@case()
+def classes_as_bytes(way: Way) -> None:
+    train(way, F.cross_entropy, [(x, y.byte()) for x, y in labelled()])
+
+
+def onto(loss: Any, kind: torch.dtype) -> Any:
+    """Return a loss that takes targets of a type as the distance of each output to them."""
+    return lambda outputs, targets: loss(outputs, targets.to(kind).unsqueeze(1).expand_as(outputs))
+
+
+@case(vgpu=refused("target is torch.int64; allowed: floating-point numbers"))
+def distances_to_integers(way: Way) -> None:
+    train(way, onto(F.smooth_l1_loss, torch.int64))
+
+
+@case()
+def distances_to_another_precision(way: Way) -> None:
+    train(way, onto(F.mse_loss, torch.float32))
+
+
 def contrastive(outputs: Tensor, targets: Any) -> Tensor:
     """Every sample against all others of the batch."""
     z = F.normalize(outputs, dim=1)

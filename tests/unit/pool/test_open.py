@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+import onebox
+from onebox import Link
 from onebox.errors import UsageError
 from onebox.pool import open as opening
 from onebox.pool.backends.agents import agent_source
@@ -104,6 +106,51 @@ def test_a_host_that_is_not_known_is_said_before_anything_is_started(
         UsageError, match=rf"not paired with an agent at {known}: .*'onebox pair connect lab-3' here, .*; if no host"
     ):
         open_("cpu,lab-1,lab-3/cpu")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"spec": 2}, "spec=2: allowed is text such as 'auto', 'cpu*2'"),
+        ({"spec": ["cpu", "cpu"]}, "allowed is text such as"),
+        ({"spec": None}, "spec=None"),
+        ({"spec": "2"}, "not paired with an agent at '2'"),
+        ({"threads": "two"}, "threads='two': allowed are 1 and more"),
+        ({"threads": 0}, "threads=0"),
+        ({"threads": 1.5}, "threads=1.5"),
+        ({"memory": 1.5}, "memory 1.5: allowed are bytes or text such as 2GiB"),
+        ({"memory": b"1GB"}, "memory b'1GB'"),
+        ({"memory": "1 heap"}, "memory 1 heap: allowed are bytes"),
+        ({"memory": [None]}, "memory None: allowed are whole bytes"),
+        ({"links": [(0, 1)]}, "allowed is a dict from pairs of devices to links, such as {(0, 1): onebox.Link("),
+        ({"links": {0: Link()}}, "allowed is a dict from pairs of devices"),
+        ({"links": {(0, 1): 125e6}}, "allowed is a dict from pairs of devices"),
+        ({"channel_latency_s": "30ms"}, "channel_latency_s='30ms': a latency is 0 s or more"),
+        ({"channel_latency_s": None}, "channel_latency_s=None"),
+        ({"channel_bandwidth_bps": "1GB"}, "channel_bandwidth_bps='1GB': a bandwidth is positive"),
+        ({"faults": [1]}, "faults=[1]: allowed is a dict from devices to lists of faults"),
+        ({"faults": {0: "kill"}}, "allowed is a dict from devices"),
+        ({"grace_s": "long"}, "grace_s='long': allowed are seconds above 0"),
+        ({"grace_s": -1}, "grace_s=-1"),
+        ({"wait": "no"}, "wait='no': allowed are True and False"),
+        ({"plain_links": 1}, "plain_links=1: allowed are True and False"),
+        ({"virtual_devices": None}, "virtual_devices=None: allowed are True and False"),
+    ],
+    ids=str,
+)
+def test_arguments_of_other_types_are_refused_before_anything_is_started(
+    arguments: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(opening, "connect_pool", lambda *_, **__: pytest.fail("something was started"))
+    with pytest.raises(UsageError) as error:
+        onebox.open(**{"spec": "cpu*2"} | arguments)
+    assert words in str(error.value)
+
+
+@pytest.mark.parametrize("wrong", [{"latency_s": "1ms"}, {"bandwidth_bps": None}, {"latency_s": -1}])
+def test_a_link_of_other_types_is_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match="a latency is 0 s or more"):
+        Link(**wrong)
 
 
 def test_how_others_see_a_client(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ import shutil
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 
@@ -25,7 +25,7 @@ from onebox.pool.devices import DeviceInfo
 from onebox.pool.sharing import ADDRESS, UNSHARED, PoolServer
 from onebox.portable import UNIX_SOCKETS
 from onebox.stop_signals import RECENT, exit_status, handling
-from onebox.vgpu import open_devices, set_synchronous
+from onebox.vgpu import open_devices, set_synchronous, used_devices
 from onebox.vgpu.cuda_alias import alias_cuda
 
 MODULE = "-m"
@@ -70,7 +70,41 @@ def run_script(config: RunConfig) -> int:
         finally:
             if finish is not None:
                 finish(shown)
+        if status == OK:  # told when the pool is closed: exit handlers and other threads still use devices
+            pool.closing.insert(0, lambda: _tell_unused(pool, server))
         return status
+
+
+def _tell_unused(pool: Pool, server: PoolServer | None) -> None:
+    """Print which devices of a pool no process of the script has used, if there are used ones as well.
+
+    A script with a trainer is left out: its plan says which devices it takes.
+    """
+    used = used_devices(pool) | (set() if server is None else server.used)
+    if line := "" if "onebox.engine.trainer" in sys.modules else unused_line(len(pool), used):
+        print(f"onebox: {line}", file=sys.stderr, flush=True)
+
+
+def unused_line(count: int, used: Collection[int]) -> str:
+    """Return the line about devices that a script has not used; empty where it has used all of them, or none.
+
+    Args:
+        count: Number of devices.
+        used: The numbers of those that have been used.
+
+    Example:
+        >>> unused_line(2, {0, 1}), unused_line(2, ())
+        ('', '')
+    """
+    idle = [f"cuda:{number}" for number in range(count) if number not in used]
+    if not idle or len(idle) == count:
+        return ""
+    used_count = count - len(idle)
+    return (
+        f"{used_count} of {count} devices {'was' if used_count == 1 else 'were'} used; {', '.join(idle)} had no work: "
+        f"move some there with .to('{idle[0]}'), start a rank for each device with onebox torchrun, divide the "
+        "training with onebox.Trainer, or open fewer devices with --pool"
+    )
 
 
 def _show(pool: Pool, config: RunConfig) -> Callable[[int], None]:

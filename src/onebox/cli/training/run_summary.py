@@ -268,7 +268,7 @@ def _summary(loop: TrainingLoop, pool: Pool, found: PlanComparison | IslandsComp
         "test_loss": last and last.test_loss,
         "test_accuracy": last and last.test_accuracy,
         "seconds": account.seconds,
-        "samples_per_s": loop.samples / account.training_s if account.training_s else None,
+        "samples_per_s": account.rate(loop.samples),
         "account": account.shares,
         "devices": [
             {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import time
@@ -247,10 +248,9 @@ class TrainingLoop:
             yield batch
 
     def _step(self, uploaded: UploadedBatch, epoch: int) -> None:
-        first, began_s = self.trainer.plan is None, time.monotonic()
-        loss = self.trainer.step(uploaded)
-        if first:
-            self.progress.pass_over(time.monotonic() - began_s)  # capture and planning, which happen once
+        first = self.trainer.plan is None
+        with self.progress.pass_over() if first else contextlib.nullcontext():  # capture and planning happen once
+            loss = self.trainer.step(uploaded)
         if first and self.trainer.plan is not None:
             for island, plan in enumerate(self.trainer.island_plans):
                 self.progress.note(f"island {island}: {plan.describe()}")
@@ -290,7 +290,7 @@ class TrainingLoop:
         """Record the results of an epoch, and what its time was spent on; its end is saved."""
         account, samples = self.trainer.wall.take(), self.samples - self._counted
         self.account, self._counted = joined([self.account, account]), self.samples
-        rate = samples / account.training_s if account.training_s else None
+        rate = account.rate(samples)
         result = dataclasses.replace(result, samples_per_s=rate)
         self.standing = dataclasses.replace(self.standing, last=result)
         self._write({"event": "epoch", **msgspec.to_builtins(result)})

@@ -132,6 +132,10 @@ class Account:
         """Seconds without capture and planning, which happen once."""
         return self.seconds * (1.0 - self.shares.get(PLANNING, 0.0))
 
+    def rate(self, samples: int) -> float | None:
+        """Return samples per second without capture and planning; ``None`` where no time has passed."""
+        return samples / self.training_s if self.training_s else None
+
 
 def joined(accounts: Iterable[Account]) -> Account:
     """Return the account of several intervals together."""

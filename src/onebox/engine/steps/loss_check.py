@@ -24,7 +24,7 @@ from onebox.engine.workload.batch import Batch
 from onebox.engine.workload.captures import Captures
 from onebox.engine.workload.named_state import named_state
 from onebox.errors import CaptureError, OperatorError, UsageError
-from onebox.graph import Mode, ModelPrograms, Port
+from onebox.graph import Mode, ModelPrograms, Port, TracedModel
 from onebox.graph.lower.loss_divisors import Divisor, Measure
 from onebox.plan import MicroBatch
 from onebox.pool import Pool, raise_first
@@ -94,7 +94,10 @@ class MeanLossCheck:
         if len(micro_batches) == 1:
             return False
         by_targets = self._captures.recipe.reduction is None
-        return bool(self._synchronized) or (by_targets and any(self._divisors(batch, part) for part in micro_batches))
+        sizes = dict.fromkeys(part.size for part in micro_batches)
+        return bool(self._synchronized) or (
+            by_targets and any(self._captures.traced(batch, size, train=True).divisors for size in sizes)
+        )
 
     def require(self, batch: Batch, micro_batches: Sequence[MicroBatch], *, train: bool = True) -> None:
         """Refuse a batch whose loss, or a metric, is certainly not the mean over its micro-batches; no worker is used.
@@ -114,12 +117,14 @@ class MeanLossCheck:
         if not self._names:
             return
         sizes = [part.size for part in micro_batches]
-        for divisors in zip(*(self._divisors(batch, part, train=train) for part in micro_batches), strict=False):
+        # Looked up once for each size: with every step a look-up takes longer than a divisor.
+        traced = {size: self._captures.traced(batch, size, train=train) for size in dict.fromkeys(sizes)}
+        for divisors in zip(*(traced[size].divisors for size in sizes), strict=False):
             name = self._names.get(divisors[0].result)
             if name is None:
                 continue
             parts = zip(micro_batches, divisors, strict=True)
-            found = [self._value(batch, part, each, train=train) for part, each in parts]
+            found = [self._value(batch, part, each, traced[part.size]) for part, each in parts]
             if not even(found, sizes):
                 raise UsageError(_uneven(name, divisors[0], [value for value, _ in found], sizes))
 
@@ -269,17 +274,13 @@ class MeanLossCheck:
 
     # ---- divisors
 
-    def _divisors(self, batch: Batch, part: MicroBatch, *, train: bool = True) -> tuple[Divisor, ...]:
-        return self._captures.traced(batch, part.size, train=train).divisors
-
-    def _value(self, batch: Batch, part: MicroBatch, divisor: Divisor, *, train: bool) -> tuple[float, float]:
+    def _value(self, batch: Batch, part: MicroBatch, divisor: Divisor, traced: TracedModel) -> tuple[float, float]:
         """Return the divisor of a micro-batch; see :meth:`Divisor.of`."""
-        constants = self._captures.traced(batch, part.size, train=train).constants
 
         def tensor_of(port: Port) -> torch.Tensor:
             if port.kind == "leaf":
                 return batch.leaves[int(port.name)][part.start : part.start + part.size]
-            found = self._buffers[str(port.name)] if port.kind == "buffer" else constants[str(port.name)]
+            found = self._buffers[str(port.name)] if port.kind == "buffer" else traced.constants[str(port.name)]
             return found.detach().to("cpu")
 
         return divisor.of(tensor_of)

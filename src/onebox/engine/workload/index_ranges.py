@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from onebox.errors import OperatorError
 from onebox.graph import ModelPrograms, NamedProgram
 from onebox.wire import Operator, SlotArgument, TensorSpec, specs_by_slot
 
-MOST_ELEMENTS = 1 << 14
+MOST_ELEMENTS = 1 << 15
 """Elements of a tensor up to which it is checked, in less than 0.1 ms; of larger ones the workers report the first bad
 element."""
 
@@ -67,11 +70,11 @@ class IndexRange:
         least, most = (int(bound) for bound in torch.aminmax(values))
         if least >= 0 and most < self.end:
             return
+        if self.ignored is not None and _are_allowed(values.numpy(), self.end, self.ignored):
+            return
         wrong = (values < 0) | (values >= self.end)
         if self.ignored is not None:
             wrong &= values != self.ignored
-        if not bool(wrong.any()):
-            return
         value, place = int(values[wrong][0]), tuple(wrong.nonzero()[0].tolist())
         what, said = "a word", f"index {value} is out of range"
         if self.operator in _LOSSES:
@@ -87,6 +90,12 @@ class IndexRange:
             cause="IndexError",
             kept=True,
         )
+
+
+def _are_allowed(values: NDArray[Any], end: int, ignored: int) -> bool:
+    """Return whether all integers are below ``end`` or ignored; NumPy counts several times faster than PyTorch."""
+    outside = np.count_nonzero(values.view(f"u{values.itemsize}") >= end)  # where negative ones are large
+    return bool(outside == (0 if 0 <= ignored < end else np.count_nonzero(values == ignored)))
 
 
 def index_ranges(programs: ModelPrograms) -> tuple[IndexRange, ...]:

@@ -106,13 +106,18 @@ def bottleneck_line(counters: Sequence[StageCounters], wall_s: float, cores: int
     if is_locked:
         problem, by, item_s = f"{problem}, its threads take turns", "processes", slowest.cpu_s / max(1, slowest.items)
     enough = max(1, math.ceil(item_s / cycle_s - 1e-9))
-    if enough > SENSIBLE:
-        return f"{problem}: more {by}, or less work for each batch, would help"
     if enough <= slowest.concurrency and not is_locked:
         return f"{problem}: {slowest.concurrency} {by} keep up, nearly"
     computes = is_locked or (slowest.busy_s > 0.0 and slowest.cpu_s / slowest.busy_s > STILL_WAITING)
-    if cores is not None and computes and enough > cores:
-        return f"{problem}: {enough} {by} would do, on as many cores; it may use {cores}"
+    # Threads that wait for cores look like those that wait for a disk; what they compute needs its cores all the same.
+    core_count = enough if computes else math.ceil(slowest.cpu_s / max(1, slowest.items) / cycle_s - 1e-9)
+    if cores is not None and core_count > cores:
+        return (
+            f"{problem}: it would take {core_count} cores, and may use {cores}; store prepared data, make the "
+            "transforms lighter, or use a host with more cores"
+        )
+    if enough > SENSIBLE:
+        return f"{problem}: more {by}, or less work for each batch, would help"
     return f"{problem}: {enough} {by} would do"
 
 

@@ -341,7 +341,9 @@ def capture(
         except OneboxError:  # says what is the matter
             raise
         except Exception as error:
-            raise explain(error, name, layer=module.calls.failed_in) from error
+            calls = module.calls
+            refused = calls.failed.refused_by_pytorch(error) if calls.failed else None
+            raise explain(error, name, layer=calls.failed_in, refused=refused) from error
     reads = module.recorder.reads | watched_tensors(module.calls.constants.values())
     return Captured(joint=joint, backward=backward, reads=reads, fuse=fuse)
 

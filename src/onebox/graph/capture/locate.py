@@ -19,13 +19,7 @@ _OURS = (Path(torch.__file__).parent, Path(__file__).parents[2])
 _STANDARD = Path(sysconfig.get_path("stdlib"))
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in ')
 
-_UNFIT = re.compile(
-    r"same reduction dim|shapes cannot be multiplied|[Ss]ize of tensor|batch_size|must have the same dtype|"
-    r"size mismatch|should be the same|"
-    r"Expected hidden|"
-    r"to have \d+ channels|shape '.*' is invalid|normalized_shape|[Ss]izes of tensors must match|must match the size"
-)
-"""Messages of PyTorch 2.11 to 2.13, while it traces, for a batch that a model or a loss does not accept."""
+_MODULES = Path(torch.nn.modules.__file__).parent
 
 _VIRTUAL = "A model that cannot be captured runs on a virtual device (vgpu), operator by operator."
 
@@ -111,8 +105,21 @@ def node_refusal(node: fx.Node, reason: str, advice: str) -> CaptureError:
     return refusal("The model", place_of_node(node), reason, advice)
 
 
+def _is_check_of_module(error: Exception) -> bool:
+    """Return whether a layer of PyTorch has refused its input by itself, as a recurrent one does a wrong state."""
+    frames = traceback.extract_tb(error.__traceback__)
+    refuses = isinstance(error, ValueError | RuntimeError | AssertionError) and not isinstance(
+        error, NotImplementedError
+    )
+    return refuses and bool(frames) and Path(frames[-1].filename).parent == _MODULES
+
+
 def explain(
-    error: Exception, name: str, doing: str = "while it was traced", layer: tuple[str, str] | None = None
+    error: Exception,
+    name: str,
+    doing: str = "while it was traced",
+    layer: tuple[str, str] | None = None,
+    refused: str | None = None,
 ) -> CaptureError:
     """Convert an exception during a capture to one error that names the user's line.
 
@@ -121,6 +128,7 @@ def explain(
         name: The class of the model.
         doing: The phase of the capture, as text.
         layer: The path and the class of the module that was computed.
+        refused: The reason for which plain PyTorch refuses it, where it is known to do so.
     """
     place = place_of_error(error)
     reason = next((text.strip() for text in str(error).splitlines() if text.strip()), type(error).__name__)
@@ -132,11 +140,11 @@ def explain(
             "The line decides by the value of a tensor, which a graph cannot do: use torch.where, or decide by shapes",
             layer=layer,
         )
-    if _UNFIT.search(str(error)):
+    if refused or _is_check_of_module(error):
         where = f" at {place}: {place.text}" if place else ""
         where += f" (layer {layer[0]}, {layer[1]})" if layer is not None and layer[0] else ""
         return CaptureError(
-            f"{name} and its loss cannot be computed for this batch{where}\n  {reason}\n"
+            f"{name} and its loss cannot be computed for this batch{where}\n  {refused or reason}\n"
             "  PyTorch itself refuses it: use inputs and targets of shapes and types that fit the model and the loss",
             where=str(place) if place else None,
             unfit=True,

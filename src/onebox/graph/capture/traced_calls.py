@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -25,6 +28,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx import traceback as fx_traceback
+from torch.nn import functional
 from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils import _pytree as pytree
 
@@ -47,6 +51,15 @@ _WRAPPERS = frozenset({"DataParallel", "DistributedDataParallel", "FullyShardedD
 
 _TRACER = str(Path(__file__).with_name("joint.py"))
 
+_CLASS_LOSSES = frozenset({functional.cross_entropy, functional.nll_loss})
+_CLASSES = (
+    "targets are int64, in the shape of the scores without classes (.long(), .squeeze(1)), or probabilities of classes"
+)
+_DISTANCES = frozenset({functional.mse_loss, functional.smooth_l1_loss, functional.huber_loss})
+
+_MOST_ZEROS = 1 << 26
+"""Elements of the tensors of a call up to which it is made again."""
+
 Layer = tuple[str, str]
 """The path of a module, and its class."""
 
@@ -66,6 +79,86 @@ def fails_in_backward(results: Sequence[Tensor]) -> bool:
                 return True
             stack += [behind for behind, _ in node.next_functions if behind is not None]
     return False
+
+
+class FailedCall:
+    """A call of PyTorch that failed in a trace.
+
+    Args:
+        error: The exception.
+        func: The called function.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+    """
+
+    def __init__(
+        self, error: Exception, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> None:
+        self._error, self._func = error, func
+        self._given = pytree.tree_map(_like, (args, dict(kwargs)))
+        self._autocast = torch.is_autocast_enabled("cpu")
+
+    def refused_by_pytorch(self, error: BaseException) -> str | None:
+        """Return why plain PyTorch refuses the call, too, whatever the values are; ``None`` where it may not.
+
+        The call is made again, on zeros of the same types and shapes.
+
+        Args:
+            error: The exception that ended the trace.
+        """
+        cause: BaseException | None = error
+        while cause is not None and cause is not self._error:
+            cause = cause.__cause__
+        tensors = [value for value in pytree.tree_leaves(self._given) if isinstance(value, _Like)]
+        many = sum(math.prod(each.shape) for each in tensors) > _MOST_ZEROS
+        if cause is None or many or not resolve_name(self._func):
+            return None
+        args, kwargs = pytree.tree_map(_zeros, self._given)
+        try:
+            autocast = torch.autocast("cpu", torch.bfloat16, enabled=self._autocast)
+            with torch.random.fork_rng(devices=()), warnings.catch_warnings(action="ignore"), autocast:
+                self._func(*args, **kwargs)
+        except (torch.linalg.LinAlgError, NotImplementedError):  # because of the zeros, or of this PyTorch
+            return None
+        except Exception as refused:
+            said = next((line for line in str(refused).splitlines() if line.strip()), type(refused).__name__)
+            hint = f"; {_CLASSES}" if self._func in _CLASS_LOSSES else ""
+            return (
+                f"{getattr(self._func, '__name__', 'a call')} of {', '.join(map(str, tensors))}: {said.strip()}{hint}"
+            )
+        return None
+
+
+@dataclass(frozen=True)
+class _Like:
+    """The type and shape of a tensor."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')} {list(self.shape)}"
+
+
+def _like(value: Any) -> Any:
+    return _Like(value.dtype, tuple(map(int, value.shape))) if isinstance(value, Tensor) else value
+
+
+def _zeros(value: Any) -> Any:
+    return torch.zeros(value.shape, dtype=value.dtype) if isinstance(value, _Like) else value
+
+
+def _explicit(func: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the arguments of a loss with the conversions that its kernels make, and of which traces know nothing."""
+    if len(args) < 2 or not all(isinstance(each, Tensor) for each in args[:2]):
+        return args
+    outputs, targets, *rest = args
+    if func in _CLASS_LOSSES:
+        return (outputs, targets.long(), *rest) if targets.dtype == torch.uint8 else args
+    if outputs.dtype == targets.dtype:
+        return args
+    kind = torch.result_type(outputs, targets)
+    return (outputs.to(kind), targets.to(kind), *rest)
 
 
 class TracedCalls(TorchFunctionMode):
@@ -90,6 +183,8 @@ class TracedCalls(TorchFunctionMode):
         self._written: Any = None
         self.constants: dict[int, Tensor] = {}
         """Tensors from outside of the model and the trace, by their identity: the graph holds their present values."""
+        self.failed: FailedCall | None = None
+        """The last call that failed."""
 
     def __torch_function__(
         self,
@@ -118,10 +213,15 @@ class TracedCalls(TorchFunctionMode):
             raise self._refusal(
                 "forward writes through .data, behind autograd's back", "Write to a copy: h = h.detach().clone()"
             )
+        if func in _CLASS_LOSSES or func in _DISTANCES:
+            args = _explicit(func, args)
         try:
             return func(*args, **kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise self._depends_on_values(func) from error
+        except Exception as error:
+            self.failed = FailedCall(error, func, args, kwargs)
+            raise
 
     # ---- layers
 

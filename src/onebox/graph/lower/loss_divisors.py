@@ -133,7 +133,7 @@ class Divisor:
             if self.kind == "other":
                 return float(first), float(known[_counted(self.ends[0])])
             valid = first != self.ignored
-            count = float(more[0][first[valid]].sum()) if more else float(valid.sum())
+            count = float(more[0][first[valid]].sum()) if more else float(torch.count_nonzero(valid))
             return count, count
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from onebox.errors import UsageError
+from onebox.trainer_options import is_number
 from onebox.wire.protocol.groups import EmulatedLink
 
 EMULATED_KINDS = frozenset({"cpu", "sim"})
@@ -40,7 +41,9 @@ class Link:
     bandwidth_bps: float = math.inf
 
     def __post_init__(self) -> None:
-        if not (0 <= self.latency_s < math.inf and self.bandwidth_bps > 0):
+        if not (is_number(self.latency_s) and is_number(self.bandwidth_bps)) or not (
+            0 <= self.latency_s < math.inf and self.bandwidth_bps > 0
+        ):
             raise UsageError(
                 f"{self}: a latency is 0 s or more and finite, a bandwidth is positive, in bytes per second, "
                 "and infinite for no cap"

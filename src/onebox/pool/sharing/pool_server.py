@@ -73,6 +73,8 @@ class PoolServer:
     def __init__(self, pool: Pool, *, synchronous: bool = False) -> None:
         self.pool = pool
         self.synchronous = synchronous
+        self.used: set[int] = set()
+        """The devices to which children have sent something."""
         self._folder = SocketFolder()
         self.address = os.path.join(self._folder.path, "pool")
         self._lock = threading.Lock()
@@ -279,6 +281,7 @@ class _Child:
                     if not request.frees:  # those wait for nothing
                         self._server.require(self._number, request.worker)
                     self._used.add(request.worker)
+                    self._server.used.add(request.worker)
                     future = self._pool.post(request.worker, request.instructions, frames, answer=request.answer)
                     if request.answer:
                         future.add_done_callback(partial(self._replied, request.number))

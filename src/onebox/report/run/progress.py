@@ -94,9 +94,12 @@ class Progress:
         self._epoch = number
         self._pace.pause(self._clock())
 
-    def pass_over(self, seconds: float) -> None:
-        """Leave time out of rates: that of something which happens once."""
-        self._pace.pass_over(seconds)
+    @contextmanager
+    def pass_over(self) -> Iterator[None]:
+        """Leave the time of the context out of rates: that of something which happens once."""
+        begin_s = self._clock()
+        yield
+        self._pace.pass_over(self._clock() - begin_s)
 
     def step(self, step: int, *, loss: float | None = None, samples: int = 0) -> None:
         """Record a finished step.

@@ -164,13 +164,29 @@ def test_processes_are_called_so():
     assert bottleneck_line(counters, 120.0) == "bound by process (100 % busy): 2 processes would do"
 
 
-def test_what_computes_is_told_of_the_cores_that_it_would_need():
-    computes = [stage("process", 9.0, cpu=1.0), stage("compute", 1.0)]
-    line = "bound by process (100 % busy): 9 threads would do"
-    assert bottleneck_line(computes, 540.0, 4) == f"{line}, on as many cores; it may use 4"
-    assert bottleneck_line(computes, 540.0, 9) == line
-    waits = [stage("process", 9.0, cpu=0.01), stage("compute", 1.0)]
-    assert bottleneck_line(waits, 540.0, 4) == line
+@pytest.mark.parametrize(
+    ("computing", "needed"),
+    [
+        (stage("process", 9.0), 9),
+        (stage("process", 41.0, cpu=0.3), 13),  # it waits for cores
+        (stage("process", 41.0, concurrency=3, cpu=0.1), 5),
+        (stage("process", 9.0, concurrency=3, cpu=0.5), 5),
+        (stage("process", 1000.0), 1000),
+    ],
+)
+def test_no_more_is_advised_than_there_are_cores(computing, needed):
+    counters = [computing, stage("compute", 1.0)]
+    line = bottleneck_line(counters, computing.busy_s, 4)
+    assert line.endswith(
+        f"it would take {needed} cores, and may use 4; store prepared data, make the transforms lighter, or use a host "
+        "with more cores"
+    )
+    assert bottleneck_line(counters, computing.busy_s, needed).endswith(("would do", "would help"))
+
+
+def test_waiting_takes_no_cores():
+    waits = [stage("process", 41.0, cpu=0.01), stage("compute", 1.0)]
+    assert bottleneck_line(waits, 2460.0, 4) == "bound by process (100 % busy): 41 threads would do"
 
 
 @given(times, counts, st.floats(0.001, 1e4))

@@ -274,8 +274,8 @@ def test_second_derivatives_are_traced(kind: type[Penalised | Transformed]) -> N
 @pytest.mark.parametrize(
     ("dtype", "features", "message"),
     [
-        (torch.float32, FEATURES, "are of torch.float32 and torch.float64"),
-        (torch.float64, FEATURES + 1, r"an input \[6, 2, 4\] with .* weights \[12, 3\]"),
+        (torch.float32, FEATURES, r"gru of float32 \[2, 6, 3\], float64 \[1, 2, 4\].*expected scalar type Float"),
+        (torch.float64, FEATURES + 1, r"gru of float64 \[2, 6, 4\], float64 \[1, 2, 4\], float64 \[12, 3\]"),
     ],
 )
 def test_tensors_that_do_not_fit_are_refused_when_they_are_traced(

@@ -62,6 +62,52 @@ def test_classes_of_a_type_that_losses_refuse() -> None:
         traced(nn.Linear(8, 4), torch.zeros(6, 8), LABELS.int())
 
 
+@pytest.mark.parametrize(
+    ("targets", "loss", "words"),
+    [
+        (LABELS.double(), nn.CrossEntropyLoss(), "cross_entropy of float32 [6, 4], float64 [6]: expected target dtype"),
+        (LABELS.float()[:, None], nn.CrossEntropyLoss(), "cross_entropy of float32 [6, 4], float32 [6, 1]: 0D or 1D"),
+        (LABELS[:, None], functional.cross_entropy, "targets are int64, in the shape of the scores without classes"),
+        (LABELS[:, None].expand(6, 4), functional.cross_entropy, "or probabilities of classes"),
+        (LABELS.float(), functional.nll_loss, "nll_loss of float32 [6, 4], float32 [6]"),
+        (
+            torch.zeros(6, 3),
+            functional.mse_loss,
+            "mse_loss of float32 [6, 4], float32 [6, 3]: The size of tensor a (4)",
+        ),
+        (torch.zeros(6), functional.binary_cross_entropy_with_logits, "must be the same as input size"),
+        (LABELS.float(), functional.multi_margin_loss, "multi_margin_loss of float32 [6, 4], float32 [6]"),
+        (LABELS, functional.kl_div, "Integral inputs not supported"),
+    ],
+)
+def test_targets_that_plain_pytorch_refuses_in_its_words(targets: Tensor, loss: Any, words: str) -> None:
+    model, state = nn.Linear(8, 4), torch.get_rng_state()
+    with pytest.raises(CaptureError) as caught:
+        traced(model, torch.zeros(6, 8), targets, loss)
+    assert words in str(caught.value)
+    assert caught.value.unfit and "PyTorch itself refuses it" in str(caught.value)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_layers_that_refuse_their_inputs() -> None:
+    with pytest.raises(CaptureError, match=r"expected 2D or 3D input \(got 4D input\)") as caught:
+        traced(nn.Sequential(nn.BatchNorm1d(8), nn.Flatten()), torch.zeros(6, 8, 1, 1))
+    assert caught.value.unfit
+
+
+def test_what_plain_pytorch_may_compute_is_no_fault_of_the_batch() -> None:
+    class Own(nn.Linear):
+        def forward(self, x_BD: Tensor) -> Tensor:
+            try:
+                return super().forward(x_BD) @ torch.zeros(3, 3)
+            except RuntimeError:
+                raise ValueError("the model's own words") from None
+
+    with pytest.raises(CaptureError, match=r"cannot be captured as a graph[^$]*the model's own words") as caught:
+        traced(Own(8, 4), torch.zeros(6, 8))
+    assert not caught.value.unfit
+
+
 def test_autocast_and_mixtures_that_kernels_take() -> None:
     model = nn.Sequential(nn.Linear(8, 4), nn.LayerNorm(4))
     TracedModel(capture(model, functional.cross_entropy, (torch.zeros(6, 8), LABELS), precision="bf16"), backward=True)
