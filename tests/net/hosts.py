@@ -22,7 +22,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-TOOL_S = 20.0
+TOOL_S = 60.0
 _PREFIX = "onebox-net"
 _LISTEN = "0A"  # of include/net/tcp_states.h
 _NEW_NET = 0x40000000  # CLONE_NEWNET of sched.h; os.setns came with Python 3.12

@@ -35,7 +35,7 @@ from onebox.wire import new_keys
 from onebox.worker import WorkerConfig
 from tests.process.faults.scripts import Script, gone, happens, runs
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ from tests import warm as programs
 from tests.leaks import descriptors
 from tests.process.faults.training import batch, parts
 
-SETTLE_S = 20.0
+SETTLE_S = 60.0
 """How long what is being closed may take to be gone."""
 
 

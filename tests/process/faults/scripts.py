@@ -17,7 +17,7 @@ import psutil
 from tests import warm
 
 REPOSITORY = Path(__file__).resolve().parents[3]
-START_S = 60.0
+START_S = 240.0
 
 _HEADER = """
 import os, signal, sys, time

@@ -19,7 +19,7 @@ from tests.process.faults.scripts import START_S, Script, gone, happens
 INTERRUPTED_S = 30.0
 """An interrupted script has ended within this time."""
 
-ORPHANED_S = 20.0
+ORPHANED_S = 60.0
 """Workers whose owner was killed have ended within this time."""
 
 TRAIN = """

@@ -21,7 +21,7 @@ from onebox.wire.protocol.agents import PairReply, PairRequest
 
 AGENT = PairReply("lab", new_keys().public)
 CLIENT = PairRequest("ana@desk", new_keys().public)
-JOIN_S = 20.0
+JOIN_S = 60.0
 
 
 class Waiting:

@@ -22,7 +22,7 @@ from onebox.report.page.page_server import PageServer, serve_page, static_files
 from onebox.report.page.state import EventView, Head, PageState, RunNumbers
 from tests.waiting import until
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 LARGEST_BYTES = 300_000
 
 

@@ -48,7 +48,7 @@ from tests.unit.ranks import Hub
 
 X = torch.arange(6, dtype=torch.float64).reshape(2, 3)
 ADAM = OptimizerSpec("AdamW", (((0,), {"lr": 0.5}),), (1,))
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 def slots(limit_bytes: int = 0) -> SnapshotSlots:
