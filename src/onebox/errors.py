@@ -165,6 +165,7 @@ class OperatorError(WorkerError, RuntimeError):
         instruction: The routine that it happened in, and which of its instructions it was; ``None`` outside of one.
         kept: Whether it cost a training step, or the batch of one, and nothing else: weights, the optimizer's state
             and buffers are those before the step.
+        steps: The numbers of the steps that it cost, as ``StepLoss.step``: late gradients may cost two.
         **where: ``worker``, ``host`` and ``device`` of :class:`WorkerError`.
     """
 
@@ -178,6 +179,7 @@ class OperatorError(WorkerError, RuntimeError):
         cause: str = "",
         instruction: tuple[int, int] | None = None,
         kept: bool = False,
+        steps: tuple[int, ...] = (),
         **where: Any,
     ) -> None:
         super().__init__(message, **where)
@@ -187,6 +189,7 @@ class OperatorError(WorkerError, RuntimeError):
         self.cause = cause
         self.instruction = instruction
         self.kept = kept
+        self.steps = steps
         self.stage: int | None = None
         """The stage of the plan that the operator belongs to, where it is known."""
         self.doing = ""

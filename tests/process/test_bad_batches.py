@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -230,6 +232,70 @@ def test_a_step_without_memory_can_be_repeated(which: str, fault: Fault) -> None
         tensors = {name.removeprefix("model."): tensor for name, tensor in trainer.tensors().items()}
     assert failures == 1
     assert_same(Outcome(losses=losses, norms=[], tensors=tensors), expected(batches()))
+
+
+@pytest.mark.parametrize(
+    ("worker", "instruction", "counts", "failed"),
+    [
+        (0, "call", (20, 33, 34, 49), [(1,), (4, 5), (7,)]),  # accumulate; forward and a late backward; in the drain
+        (0, "receive", (5, 8), [(0,), (2,)]),
+    ],
+)
+def test_late_work_without_memory_costs_the_step_that_it_is_of(
+    worker: int, instruction: str, counts: Sequence[int], failed: list[tuple[int, ...]]
+) -> None:
+    model, given, errors = net(), batches(8), list[DeviceMemoryError]()
+    faults = {worker: tuple(Fault("memory", instruction, count) for count in counts)}
+    arguments = grouped(plan=layout("late"), staleness=1, delay="none", warm_up=0)
+    with (
+        open_pool("cpu*2", threads=1, faults=faults) as pool,
+        onebox.Trainer(model, functional.cross_entropy, adamw(model), pool=pool, **arguments) as trainer,
+    ):
+        for call in [*(functools.partial(trainer.step, *batch) for batch in given), trainer.pull]:
+            try:
+                float(call() or 0.0)
+            except DeviceMemoryError as error:
+                assert error.kept
+                errors.append(error)
+        trainer.pull()
+        assert trainer.steps_done == len(given) - sum(map(len, failed))
+    assert [error.steps for error in errors] == failed
+    assert "Left out: step" in str(errors[0].__notes__)
+    reference = net()
+    skipped = [step for steps in failed for step in steps]
+    train_late(
+        reference, functional.cross_entropy, adamw(reference), given, lambda size: [4] * (size // 4), skipped=skipped
+    )
+    torch.testing.assert_close(dict(model.named_parameters()), dict(reference.named_parameters()), rtol=0, atol=1e-10)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_a_run_that_is_resumed_after_a_bad_batch_draws_the_same(pools: Shelf, tmp_path: Path) -> None:
+    given = [spoiled(batch, "label") if step == BAD else batch for step, batch in enumerate(batches())]
+
+    def made() -> tuple[nn.Module, torch.optim.Optimizer]:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(3)
+            model = nn.Sequential(nn.Embedding(WORDS, 5), nn.Flatten(), nn.Dropout(0.5), nn.Linear(10, CLASSES))
+        return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def go(trainer: onebox.Trainer, some: Sequence[tuple[Tensor, Tensor]]) -> None:
+        for batch in some:
+            with contextlib.suppress(OperatorError):
+                float(trainer.step(*batch))
+
+    (model, optimizer), (other, others) = made(), made()
+    with onebox.Trainer(model, functional.cross_entropy, optimizer, pool=pools(2)) as trainer:
+        go(trainer, given[: BAD + 1])
+        trainer.save(tmp_path)
+        go(trainer, given[BAD + 1 :])
+        trainer.pull()
+    with onebox.Trainer.resume(tmp_path, other, functional.cross_entropy, others, pool=pools(2)) as trainer:
+        assert trainer.steps_done == BAD
+        go(trainer, given[BAD + 1 :])
+        trainer.pull()
+        assert trainer.steps_done == len(given) - 1
+    torch.testing.assert_close(other.state_dict(), model.state_dict(), rtol=0, atol=0)
 
 
 @pytest.mark.usefixtures("unchecked")

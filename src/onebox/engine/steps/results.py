@@ -174,7 +174,16 @@ class StepLoss(LateNumber):
     def _read(self) -> StepValues:
         """Wait for the replies and combine them; both are others after the step has been restarted."""
         assert self._finish is not None
-        return self._finish(raise_first(self._futures))
+        try:
+            return self._finish(raise_first(self._futures))
+        except OperatorError as error:
+            if error.kept and not error.steps:
+                error.steps = (self.step,)
+            elif error.kept and error.steps != (self.step,):
+                which = " and ".join(map(str, error.steps))
+                own = "" if self.step in error.steps else f"; step {self.step} was made, but its loss is not known"
+                error.add_note(f"Left out: step {which}, of which a part was computed with step {self.step}{own}.")
+            raise
 
     def item(self) -> float:
         """Wait for the step to end and return its loss, the mean over the samples of the batch.
