@@ -195,6 +195,10 @@ class OperatorError(WorkerError, RuntimeError):
         self.doing = ""
         """What of a training step it was, such as ``stage 1 forward 0``, where it is known."""
 
+    def add(self, text: str) -> None:
+        """Add a line to the message."""
+        self.args = (f"{self.args[0]}\n  {text}",)
+
     def located(self, doing: str, stage: int | None) -> None:
         """Take note of what of a step it was, which only who has made the step knows; the first time counts."""
         if not self.doing:

@@ -269,6 +269,30 @@ def test_late_work_without_memory_costs_the_step_that_it_is_of(
     torch.testing.assert_close(dict(model.named_parameters()), dict(reference.named_parameters()), rtol=0, atol=1e-10)
 
 
+@pytest.mark.parametrize(("recover", "failures"), [(False, 1), (True, 1), (True, 2)])
+def test_an_update_that_fails_is_repeated_from_a_snapshot_once(recover: bool, failures: int, tmp_path: Path) -> None:
+    faults = {0: tuple(Fault("memory", "optimizerstep", 3 + count) for count in range(failures))}
+    model, ends, losses = net(), not recover or failures > 1, []
+    arguments = grouped(plan=layout("replicas"), recover=recover, **({"snapshot_every": 2} if recover else {}))
+    with (
+        open_pool("cpu*2", threads=1, faults=faults) as pool,
+        onebox.Trainer(model, functional.cross_entropy, adamw(model), pool=pool, **arguments) as trainer,
+    ):
+        saved = trainer.save(tmp_path)
+        for number, batch in enumerate(batches()):
+            with pytest.raises(DeviceMemoryError) if ends and number >= BAD else contextlib.nullcontext() as raised:
+                losses.append(float(trainer.step(*batch)))
+        if raised is not None:
+            assert not raised.value.kept
+            assert f"cannot go on: resume from the last checkpoint, {saved}" in str(raised.value)
+            with pytest.raises(DeviceMemoryError):
+                trainer.pull()
+            return
+        assert "an operator failed" in str(trainer.recoveries[0])
+        tensors = {name.removeprefix("model."): tensor for name, tensor in trainer.tensors().items()}
+    assert_same(Outcome(losses=losses, norms=[], tensors=tensors), expected(batches()))
+
+
 @pytest.mark.usefixtures("unchecked")
 def test_a_run_that_is_resumed_after_a_bad_batch_draws_the_same(pools: Shelf, tmp_path: Path) -> None:
     given = [spoiled(batch, "label") if step == BAD else batch for step, batch in enumerate(batches())]
