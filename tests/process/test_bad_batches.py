@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import linecache
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -320,6 +321,73 @@ def test_a_run_that_is_resumed_after_a_bad_batch_draws_the_same(pools: Shelf, tm
         trainer.pull()
         assert trainer.steps_done == len(given) - 1
     torch.testing.assert_close(other.state_dict(), model.state_dict(), rtol=0, atol=0)
+
+
+class Mix(nn.Module):
+    """A layer that looks something up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.ones(WORDS, 6))
+        self.change = nn.Linear(6, 6)
+
+    def forward(self, x_BD: Tensor, index_B: Tensor) -> Tensor:
+        changed_BD = torch.tanh(self.change(x_BD))
+        return changed_BD + self.table[index_B]
+
+
+class Block(nn.Module):
+    """A layer of one layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = Mix()
+
+    def forward(self, x_BD: Tensor, index_B: Tensor) -> Tensor:
+        return x_BD + self.mix(x_BD, index_B)
+
+
+class Mixed(nn.Module):
+    """Equal layers, each with a column of indices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.out = nn.Linear(6, CLASSES)
+
+    def forward(self, x_BD: Tensor, index_BN: Tensor) -> Tensor:
+        for block, index_B in zip(self.blocks, index_BN.unbind(1), strict=True):
+            x_BD = block(x_BD, index_B)
+        return self.out(x_BD)
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("cut", [None, 2])
+def test_the_error_names_the_layer_and_the_line_of_an_operator(cut: int | None, pools: Shelf) -> None:
+    """The layers are equal, and so are their operators."""
+    model = Mixed()
+    good = {"x_BD": torch.zeros(8, 6), "index_BN": torch.zeros(8, 3, dtype=torch.long)}
+    y_B, bad = torch.zeros(8, dtype=torch.long), {**good, "index_BN": torch.zeros(8, 3, dtype=torch.long)}
+    bad["index_BN"][-1, 1] = WORDS + 2
+    plan: Plan | onebox.DataParallel = onebox.DataParallel(micro_batch=4)
+    if cut is not None:
+        names = TracedModel(capture(model, functional.cross_entropy, (good, y_B)), backward=True).segments
+        parts = names[:cut], names[cut:]
+        stages = (Stage(segments=part, replicas=((place,),), shares=(1.0,)) for place, part in enumerate(parts))
+        plan = Plan(stages=tuple(stages), micro_batch=4, schedule="1f1b")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with onebox.Trainer(model, functional.cross_entropy, optimizer, pool=pools(2), plan=plan) as trainer:
+        float(trainer.step(good, y_B))
+        for call in (lambda: float(trainer.step(bad, y_B)), lambda: trainer.evaluate([(bad, y_B)])):
+            with pytest.raises(OperatorError) as raised:
+                call()
+            error, line = raised.value, "return changed_BD + self.table[index_B]"
+            assert error.layer == "model.blocks.1.mix"
+            assert error.where is not None
+            assert f"called at {error.where}: {line} (layer {error.layer})" in str(error)
+            file, _, number = error.where.rpartition(":")
+            assert linecache.getline(file, int(number)).strip() == line
+        trainer.pull()
 
 
 @pytest.mark.usefixtures("unchecked")

@@ -136,6 +136,7 @@ def to_error(failure: WorkerFailure, place: WorkerLocation) -> OneboxError:
     about["steps"] = failure.steps
     if in_step:
         about["instruction"] = failure.routine, failure.place
+        about["index"] = failure.index
     if failure.kind != "memory":
         return OperatorError(message, operator=failure.operator, shapes=failure.shapes, **about)
     return DeviceMemoryError(

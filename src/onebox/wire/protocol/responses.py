@@ -91,6 +91,7 @@ class WorkerFailure(Message, frozen=True, tag="failure"):
         allowed_bytes: and the limit.
         kept: Whether only the step, or the batch, is affected: what lasts is unchanged.
         steps: The numbers of the steps that it, and what failed after it, has cost.
+        index: Index of the operator in its program; -1 if it is none of a program.
     """
 
     kind: Literal["operator", "memory", "values", "address", "peer", "protocol"]
@@ -105,6 +106,7 @@ class WorkerFailure(Message, frozen=True, tag="failure"):
     allowed_bytes: int = 0
     kept: bool = False
     steps: tuple[int, ...] = ()
+    index: int = -1
 
 
 class Tensors(Message, frozen=True, tag="tensors"):

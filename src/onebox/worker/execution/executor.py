@@ -513,7 +513,8 @@ class Executor:
         try:
             store.reserve(need.peak_bytes)
         except QuotaExceeded as error:
-            raise OperatorFailed(program.operators[need.peak_operator].name, "") from error
+            peak = need.peak_operator
+            raise OperatorFailed(program.operators[peak].name, "", peak) from error
         for position in call.takes:
             store.forget(numbers[position])
 
