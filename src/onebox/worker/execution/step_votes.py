@@ -103,8 +103,9 @@ class StepVotes:
         """Note a failure for the vote on its step, with stand-ins for what a program would have computed, and for what
         an exchange would have sent, which has not begun; return whether it is one that a vote is about.
         """
-        aged = isinstance(instruction, Call | Send | Receive | Reduce | Gather)
-        step = self._optimizer, self._step - (instruction.age if aged else 0)
+        if not isinstance(instruction, Call | Send | Receive | Reduce | Gather):
+            return False
+        step = self._optimizer, self._step - instruction.age
         if not self._optimizer or step in self._votes or failure.kind == "peer":
             return False
         match instruction:
@@ -117,8 +118,6 @@ class StepVotes:
                 self._blank(map(resolve, instruction.buffers))
             case Receive():
                 pass
-            case _:
-                return False
         self._failed.setdefault(step, failure)
         self._new = self._new or failure
         return True

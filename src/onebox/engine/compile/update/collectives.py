@@ -147,7 +147,9 @@ class ReductionQueue:
             with self._builder.of_step(exchange.age):
                 self._reduce(buffers, exchange.members, exchange.root)
             return
-        phases = deque(functools.partial(self._add, phase, exchange.age) for phase in self._phases(exchange, buffers))
+        phases: deque[Phase] = deque()
+        for phase in self._phases(exchange, buffers):
+            phases.append(functools.partial(self._add, phase, exchange.age))
         phases.popleft()()
         if self._early:
             for earlier in reversed(self._waiting):
