@@ -163,8 +163,10 @@ class OperatorError(WorkerError, RuntimeError):
         said: What the exception on the worker said.
         cause: Its type, such as ``IndexError``.
         instruction: The routine that it happened in, and which of its instructions it was; ``None`` outside of one.
+        index: Which operator of the program of that instruction it was; -1 if it is not known.
         kept: Whether it cost a training step, or the batch of one, and nothing else: weights, the optimizer's state
             and buffers are those before the step.
+        steps: The numbers of the steps that it cost, as ``StepLoss.step``: late gradients may cost two.
         **where: ``worker``, ``host`` and ``device`` of :class:`WorkerError`.
     """
 
@@ -177,7 +179,9 @@ class OperatorError(WorkerError, RuntimeError):
         said: str = "",
         cause: str = "",
         instruction: tuple[int, int] | None = None,
+        index: int = -1,
         kept: bool = False,
+        steps: tuple[int, ...] = (),
         **where: Any,
     ) -> None:
         super().__init__(message, **where)
@@ -186,18 +190,40 @@ class OperatorError(WorkerError, RuntimeError):
         self.said = said
         self.cause = cause
         self.instruction = instruction
+        self.index = index
         self.kept = kept
+        self.steps = steps
         self.stage: int | None = None
         """The stage of the plan that the operator belongs to, where it is known."""
         self.doing = ""
         """What of a training step it was, such as ``stage 1 forward 0``, where it is known."""
+        self.layer = ""
+        """The path of the innermost module of the model that calls the operator, or whose gradient it is, where it is
+        known."""
+        self.where: str | None = None
+        """The line of the user's code that calls it, as ``file:line``, where it is known."""
 
-    def located(self, doing: str, stage: int | None) -> None:
-        """Take note of what of a step it was, which only who has made the step knows; the first time counts."""
+    def add(self, text: str) -> None:
+        """Add a line to the message."""
+        self.args = (f"{self.args[0]}\n  {text}",)
+
+    def located(self, doing: str, stage: int | None, layer: str = "", line: tuple[str, str] | None = None) -> None:
+        """Take note of what of a step it was, which only who has made the step knows; the first time counts.
+
+        Args:
+            doing: The part of the step.
+            stage: Its stage.
+            layer: The path of the module.
+            line: The line of the user's code, as ``file:line`` and its text.
+        """
         if not self.doing:
-            self.doing, self.stage = doing, stage
+            self.doing, self.stage, self.layer, self.where = doing, stage, layer, line[0] if line else None
             said = str(self.args[0])
             self.args = (said.replace(f"{self.operator} failed", f"{self.operator} failed in {doing}", 1),)
+            called = f" at {line[0]}: {line[1]}" if line else ""
+            called += f" (layer {layer})" if layer else ""
+            if called:
+                self.add(f"it was called{called}")
 
 
 class DeviceMemoryError(OperatorError):

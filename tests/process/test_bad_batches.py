@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
+import linecache
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -266,6 +269,161 @@ def test_a_nan_under_anomaly_detection_costs_one_step_and_is_trained_on_without(
         functional.mse_loss(reference(x_B), y_B).backward()
         optimizer.step()
     torch.testing.assert_close(trained, [parameter.detach() for parameter in reference.parameters()])
+
+
+@pytest.mark.parametrize(
+    ("worker", "instruction", "counts", "failed"),
+    [
+        (0, "call", (20, 33, 34, 49), [(1,), (4, 5), (7,)]),  # accumulate; forward and a late backward; in the drain
+        (0, "receive", (5, 8), [(0,), (2,)]),
+    ],
+)
+def test_late_work_without_memory_costs_the_step_that_it_is_of(
+    worker: int, instruction: str, counts: Sequence[int], failed: list[tuple[int, ...]]
+) -> None:
+    model, given, errors = net(), batches(8), list[DeviceMemoryError]()
+    faults = {worker: tuple(Fault("memory", instruction, count) for count in counts)}
+    arguments = grouped(plan=layout("late"), staleness=1, delay="none", warm_up=0)
+    with (
+        open_pool("cpu*2", threads=1, faults=faults) as pool,
+        onebox.Trainer(model, functional.cross_entropy, adamw(model), pool=pool, **arguments) as trainer,
+    ):
+        for call in [*(functools.partial(trainer.step, *batch) for batch in given), trainer.pull]:
+            try:
+                float(call() or 0.0)
+            except DeviceMemoryError as error:
+                assert error.kept
+                errors.append(error)
+        trainer.pull()
+        assert trainer.steps_done == len(given) - sum(map(len, failed))
+    assert [error.steps for error in errors] == failed
+    assert "Left out: step" in str(errors[0].__notes__)
+    reference = net()
+    skipped = [step for steps in failed for step in steps]
+    train_late(
+        reference, functional.cross_entropy, adamw(reference), given, lambda size: [4] * (size // 4), skipped=skipped
+    )
+    torch.testing.assert_close(dict(model.named_parameters()), dict(reference.named_parameters()), rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize(("recover", "failures"), [(False, 1), (True, 1), (True, 2)])
+def test_an_update_that_fails_is_repeated_from_a_snapshot_once(recover: bool, failures: int, tmp_path: Path) -> None:
+    faults = {0: tuple(Fault("memory", "optimizerstep", 3 + count) for count in range(failures))}
+    model, ends, losses = net(), not recover or failures > 1, []
+    arguments = grouped(plan=layout("replicas"), recover=recover, **({"snapshot_every": 2} if recover else {}))
+    with (
+        open_pool("cpu*2", threads=1, faults=faults) as pool,
+        onebox.Trainer(model, functional.cross_entropy, adamw(model), pool=pool, **arguments) as trainer,
+    ):
+        saved = trainer.save(tmp_path)
+        for number, batch in enumerate(batches()):
+            with pytest.raises(DeviceMemoryError) if ends and number >= BAD else contextlib.nullcontext() as raised:
+                losses.append(float(trainer.step(*batch)))
+        if raised is not None:
+            assert not raised.value.kept
+            assert f"cannot go on: resume from the last checkpoint, {saved}" in str(raised.value)
+            with pytest.raises(DeviceMemoryError):
+                trainer.pull()
+            return
+        assert "an operator failed" in str(trainer.recoveries[0])
+        tensors = {name.removeprefix("model."): tensor for name, tensor in trainer.tensors().items()}
+    assert_same(Outcome(losses=losses, norms=[], tensors=tensors), expected(batches()))
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_a_run_that_is_resumed_after_a_bad_batch_draws_the_same(pools: Shelf, tmp_path: Path) -> None:
+    given = [spoiled(batch, "label") if step == BAD else batch for step, batch in enumerate(batches())]
+
+    def made() -> tuple[nn.Module, torch.optim.Optimizer]:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(3)
+            model = nn.Sequential(nn.Embedding(WORDS, 5), nn.Flatten(), nn.Dropout(0.5), nn.Linear(10, CLASSES))
+        return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def go(trainer: onebox.Trainer, some: Sequence[tuple[Tensor, Tensor]]) -> None:
+        for batch in some:
+            with contextlib.suppress(OperatorError):
+                float(trainer.step(*batch))
+
+    (model, optimizer), (other, others) = made(), made()
+    with onebox.Trainer(model, functional.cross_entropy, optimizer, pool=pools(2)) as trainer:
+        go(trainer, given[: BAD + 1])
+        trainer.save(tmp_path)
+        go(trainer, given[BAD + 1 :])
+        trainer.pull()
+    with onebox.Trainer.resume(tmp_path, other, functional.cross_entropy, others, pool=pools(2)) as trainer:
+        assert trainer.steps_done == BAD
+        go(trainer, given[BAD + 1 :])
+        trainer.pull()
+        assert trainer.steps_done == len(given) - 1
+    torch.testing.assert_close(other.state_dict(), model.state_dict(), rtol=0, atol=0)
+
+
+class Mix(nn.Module):
+    """A layer that looks something up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.ones(WORDS, 6))
+        self.change = nn.Linear(6, 6)
+
+    def forward(self, x_BD: Tensor, index_B: Tensor) -> Tensor:
+        changed_BD = torch.tanh(self.change(x_BD))
+        return changed_BD + self.table[index_B]
+
+
+class Block(nn.Module):
+    """A layer of one layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = Mix()
+
+    def forward(self, x_BD: Tensor, index_B: Tensor) -> Tensor:
+        return x_BD + self.mix(x_BD, index_B)
+
+
+class Mixed(nn.Module):
+    """Equal layers, each with a column of indices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.out = nn.Linear(6, CLASSES)
+
+    def forward(self, x_BD: Tensor, index_BN: Tensor) -> Tensor:
+        for block, index_B in zip(self.blocks, index_BN.unbind(1), strict=True):
+            x_BD = block(x_BD, index_B)
+        return self.out(x_BD)
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("cut", [None, 2])
+def test_the_error_names_the_layer_and_the_line_of_an_operator(cut: int | None, pools: Shelf) -> None:
+    """The layers are equal, and so are their operators."""
+    model = Mixed()
+    good = {"x_BD": torch.zeros(8, 6), "index_BN": torch.zeros(8, 3, dtype=torch.long)}
+    y_B, bad = torch.zeros(8, dtype=torch.long), {**good, "index_BN": torch.zeros(8, 3, dtype=torch.long)}
+    bad["index_BN"][-1, 1] = WORDS + 2
+    plan: Plan | onebox.DataParallel = onebox.DataParallel(micro_batch=4)
+    if cut is not None:
+        names = TracedModel(capture(model, functional.cross_entropy, (good, y_B)), backward=True).segments
+        parts = names[:cut], names[cut:]
+        stages = (Stage(segments=part, replicas=((place,),), shares=(1.0,)) for place, part in enumerate(parts))
+        plan = Plan(stages=tuple(stages), micro_batch=4, schedule="1f1b")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with onebox.Trainer(model, functional.cross_entropy, optimizer, pool=pools(2), plan=plan) as trainer:
+        float(trainer.step(good, y_B))
+        for call in (lambda: float(trainer.step(bad, y_B)), lambda: trainer.evaluate([(bad, y_B)])):
+            with pytest.raises(OperatorError) as raised:
+                call()
+            error, line = raised.value, "return changed_BD + self.table[index_B]"
+            assert error.layer == "model.blocks.1.mix"
+            assert error.where is not None
+            assert f"called at {error.where}: {line} (layer {error.layer})" in str(error)
+            file, _, number = error.where.rpartition(":")
+            assert linecache.getline(file, int(number)).strip() == line
+        trainer.pull()
 
 
 @pytest.mark.usefixtures("unchecked")

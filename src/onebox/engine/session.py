@@ -81,7 +81,8 @@ class TrainingSession:
         adaptive: Whether to adapt the plan to devices and links; the problem that the plan was made for, if known.
         compare: Whether to compare the first steps with the plan's prediction, and to correct the profile by them; not
             where it is adapted, or steps overlap.
-        step: Number of steps done before, by the run that is resumed.
+        step: Number of steps begun before, by the run that is resumed.
+        failed: Number of those among them that failed and changed nothing.
         saved: Path of its checkpoint.
         beside: Returns the further state of each worker.
         workers: The workers that it uses; ``None`` for those of the whole pool.
@@ -101,14 +102,16 @@ class TrainingSession:
         adaptive: bool | Problem = False,
         compare: bool = False,
         step: int = 0,
+        failed: int = 0,
         saved: Path | None = None,
         beside: BytesBeside = no_bytes_beside,
         workers: Sequence[int] | None = None,
         wall: WallTime | None = None,
     ) -> None:
         self.steps_done = step
-        self.failed_steps = 0
-        """Steps among these that failed and changed nothing."""
+        self._failed_before = failed
+        self._failed: set[int] = set()
+        """The steps that failed and changed nothing, as far as it is known."""
         self.wall = wall or WallTime(pool.devices)
         self.plan: Plan | None = None
         self.captures = captures
@@ -250,13 +253,24 @@ class TrainingSession:
             try:
                 return self.recovery.run(action, void=True)
             except OperatorError as error:
-                self.failed_steps += error.kept
+                self._note_failed(error)
                 if error.kept and self.installed.plan.late and self.changed_buffers:
                     error.add_note(
                         f"With late gradients over several stages, buffers that training changes, such as "
                         f"{self.changed_buffers[0]}, may have been changed by the batch, too."
                     )
                 raise
+
+    @property
+    def failed_steps(self) -> int:
+        """Number of the steps that failed and changed nothing."""
+        return self._failed_before + len(self._failed)
+
+    def _note_failed(self, error: OperatorError) -> None:
+        """Note that a step has failed, whoever has waited for it: it may be one before the step that was waited for."""
+        if error.kept:
+            self._failed.update(error.steps)
+            self.overlap.told(error)
 
     def _prepare(self, batch: Batch, number: int) -> PreparedStep:
         """Look up all that a step needs, and refuse a batch whose loss is not the mean over its micro-batches."""
@@ -414,7 +428,11 @@ class TrainingSession:
             OneboxError: It failed.
         """
         while self.error is None and not self.overlap.settled:
-            self.recovery.once(self._drain)
+            try:
+                self.recovery.once(self._drain)
+            except OperatorError as error:
+                self._note_failed(error)
+                raise
         if self.error is not None:
             raise self.error
 

@@ -216,7 +216,7 @@ class Trainer:
     ) -> None:
         check_objects(model, loss, pool, metrics, on_device)
         check_numerics(seed, precision, clip_grad_norm)
-        step = _first_step(step, _start)
+        step, failed = _first_step(step, _start), _start.failed if _start else 0
         check_reduction(loss_reduction)
         require_buckets(pad)
         _require_groups(stale=stale, staging=staging, engine=engine, outer=outer)
@@ -295,7 +295,8 @@ class Trainer:
                 recovery=chosen_recovery(pool, recovery),
                 adaptive=adaptive,
                 compare=True,
-                step=step,
+                step=step + failed,
+                failed=failed,
                 saved=_start.path if _start else None,
             )
         else:
@@ -879,6 +880,7 @@ class Trainer:
         run, identity = self._run, secrets.token_hex(16)
         settings = {
             "step": self.steps_done,
+            "failed": run.failed_steps,
             "seed": self.seed,
             "precision": self.precision,
             "clip_grad_norm": self.clip_grad_norm,

@@ -7,7 +7,7 @@ import functools
 import gc
 import threading
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor, fx
 
@@ -18,7 +18,16 @@ from onebox.graph.capture.locate import place_of_node
 from onebox.graph.lower.element_types import require_types
 from onebox.graph.lower.layouts import read_in_order, state_strides
 from onebox.graph.lower.loss_divisors import Divisor, Measure, loss_divisors, normalises_by_batch, with_measures
-from onebox.graph.lower.lowering import arguments_of, canonical, fold_numbers, is_view, lower, random_positions, varies
+from onebox.graph.lower.lowering import (
+    arguments_of,
+    canonical,
+    fold_numbers,
+    is_view,
+    lower,
+    random_positions,
+    runs_as,
+    varies,
+)
 from onebox.graph.lower.phases import Body, Division, Phase, PhaseKind, again, divide
 from onebox.graph.lower.segments import Segments, accumulates, find_segments, picks, root_of
 from onebox.graph.lower.small_programs import relaid, sum_alike
@@ -68,11 +77,18 @@ class NamedProgram:
         program: The tape.
         inputs: One port for each input.
         outputs: One port for each output.
+        nodes: The nodes of the graph that it computes, in order; it may have further operators between theirs.
     """
 
     program: Program
     inputs: tuple[Port, ...]
     outputs: tuple[Port, ...]
+    nodes: tuple[fx.Node, ...] = field(default=(), compare=False, repr=False)
+
+    def node(self, operator: str, count: int) -> fx.Node | None:
+        """Return the node of an operator, given its name and the number of such operators up to it, if there is one."""
+        alike = [node for node in self.nodes if str(runs_as(node.target)) == operator]
+        return alike[count - 1] if 0 < count <= len(alike) else None
 
     def specs(self) -> dict[Port, TensorSpec]:
         """Return the spec of each output."""
@@ -391,7 +407,9 @@ class TracedModel:
         program = lower(nodes, [node for node, _ in inputs], outputs, self._positions, self._in_order)
         program = relaid(program, _orders(inputs), _orders(body.outputs))
         program, ports_out = sum_alike(program, [port for _, port in body.outputs])
-        return NamedProgram(program=program, inputs=tuple(port for _, port in inputs), outputs=ports_out)
+        return NamedProgram(
+            program=program, inputs=tuple(port for _, port in inputs), outputs=ports_out, nodes=tuple(nodes)
+        )
 
 
 def model_programs(captured: Captured, *, backward: bool, trained: frozenset[str] | None = None) -> ModelPrograms:

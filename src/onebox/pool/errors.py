@@ -133,8 +133,10 @@ def to_error(failure: WorkerFailure, place: WorkerLocation) -> OneboxError:
     if failure.kind == "peer":
         return PeerLost(message, **where)
     about = {"said": failure.message, "cause": failure.cause, "kept": failure.kept, **where}
+    about["steps"] = failure.steps
     if in_step:
         about["instruction"] = failure.routine, failure.place
+        about["index"] = failure.index
     if failure.kind != "memory":
         return OperatorError(message, operator=failure.operator, shapes=failure.shapes, **about)
     return DeviceMemoryError(
@@ -206,7 +208,8 @@ def wait_in_slices(futures: Collection[Future[Any]]) -> set[Future[Any]]:
 def raise_first(futures: Sequence[Future[T]]) -> list[T]:
     """Wait for futures and return their results, or raise the first error as soon as it is known.
 
-    Of several errors the first in the order of the futures is raised, errors about lost peers last.
+    Of several errors the first in the order of the futures is raised, errors about lost peers last. One that cost a
+    step is raised when all futures are done, with the steps that others cost, unless there is a worse one by then.
 
     Raises:
         OneboxError: The error.
@@ -217,5 +220,20 @@ def raise_first(futures: Sequence[Future[T]]) -> list[T]:
         pending = wait_in_slices(pending)
         errors = [error for future in futures if future.done() and (error := future.exception()) is not None]
     if errors:
-        raise next((error for error in errors if not isinstance(error, PeerLost)), errors[0])
+        error = next((error for error in errors if not isinstance(error, PeerLost)), errors[0])
+        raise _with_all_steps(error, futures) if isinstance(error, OperatorError) and error.kept else error
     return [future.result() for future in futures]
+
+
+def _with_all_steps(first: OperatorError, futures: Sequence[Future[Any]]) -> BaseException:
+    """Wait for all futures; return an error that cost a step with the steps of all, or the first that cost more."""
+    pending = {future for future in futures if not future.done()}
+    while pending:
+        pending = wait_in_slices(pending)
+    found = dict.fromkeys(first.steps)
+    for error in filter(None, (future.exception() for future in futures)):
+        if not (isinstance(error, OperatorError) and error.kept):
+            return error
+        found |= dict.fromkeys(error.steps)
+    first.steps = tuple(sorted(found))
+    return first

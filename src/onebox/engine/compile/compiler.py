@@ -11,7 +11,7 @@ from onebox.engine.compile.batch_job import BatchJob, BufferNumbers
 from onebox.engine.compile.definition_numbers import DefinitionNumbers
 from onebox.engine.compile.lowering import Lowering
 from onebox.engine.compile.order_check import OrderFault, TransferRules, step_faults
-from onebox.engine.compile.routine import InstructionLabel, StepRoutine, with_exchanges
+from onebox.engine.compile.routine import StepRoutine, with_exchanges
 from onebox.engine.compile.update.async_window import Window, WorkerWindows
 from onebox.engine.partition.elementwise import check_elements
 from onebox.engine.partition.gradient_buckets import CodecState
@@ -49,6 +49,7 @@ class CompiledStep:
         travelling: Weights of the micro-batches, if they are sent with each batch.
         measures: What some results tell about others, if it is the same for all micro-batches.
         faults: Faults in the order of transfers between GPUs.
+        models: The programs for each micro-batch size, for the places of failures.
     """
 
     micro_batches: tuple[MicroBatch, ...]
@@ -58,6 +59,7 @@ class CompiledStep:
     travelling: TravellingWeights | None = None
     measures: tuple[Measure, ...] = ()
     faults: tuple[OrderFault, ...] = ()
+    models: Mapping[int, ModelPrograms] = field(default_factory=dict)
 
     def weights_of(self, batch: Batch) -> tuple[float, ...]:
         """Return the loss weight of each micro-batch."""
@@ -325,13 +327,13 @@ class Compiler:
         programs = self._stages.parts(batch, compiled.micro_batches[0].size, train=True).programs
         return tuple(each for each in index_ranges(programs) if each.leaf < len(batch.leaves))
 
-    def labels(self, worker: int, routine: int) -> Sequence[InstructionLabel]:
-        """Return the labels of the instructions of a worker's routine; empty if there is no such routine."""
+    def routine(self, worker: int, number: int) -> tuple[CompiledStep, StepRoutine] | None:
+        """Return a worker's routine, and the step that it is of; ``None`` if there is no such routine."""
         for compiled in self._compiled.values():
             for found in compiled.all_of(worker) if worker in compiled.routines else ():
-                if found.number == routine:
-                    return found.labels
-        return ()
+                if found.number == number:
+                    return compiled, found
+        return None
 
     def constants_of(
         self, batch: Batch, compiled: CompiledStep, *, train: bool = True
@@ -453,6 +455,7 @@ class Compiler:
             reduction=reduction,
             travelling=travelling,
             faults=self._faults(routines, found),
+            models={size: model.programs for size, model in job.models.items()},
         )
 
     def _faults(

@@ -218,7 +218,7 @@ def _moved(routines: Sequence[StepRoutine], moves: Sequence[_Move], new: Callabl
             if old.window > window:
                 number = numbers.get(receive.buffer) or new()
                 numbers[receive.buffer], renamed[number] = number, receive.buffer
-                receive = replace(receive, buffer=number)
+                receive = replace(receive, buffer=number, age=receive.age - (old.window - window))
             before[place.before].append((receive, label))
         if renamed:
             before[math.inf].append((Rename(tuple(renamed), tuple(renamed.values())), InstructionLabel("hand on")))

@@ -24,7 +24,6 @@ class PhaseCall:
         label: Label of the instructions.
         group: The group of the ranks that share it; 0 if there is one rank.
         micro_batch: The micro-batch.
-        age: Age of its step: how many steps before the routine's own.
         cost_s: Its cost on an emulated device.
     """
 
@@ -34,7 +33,6 @@ class PhaseCall:
     label: InstructionLabel
     group: int
     micro_batch: int = 0
-    age: int = 0
     cost_s: float = 0.0
 
 
@@ -87,7 +85,6 @@ def emit(
                 call.label,
                 takes=[i for i, slot in enumerate(step.inputs) if slot in mortal and slot not in later],
                 micro_batch=call.micro_batch,
-                age=call.age,
                 cost_s=share_s[index],
             )
         elif isinstance(step, AllReduce):

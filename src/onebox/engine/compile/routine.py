@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from msgspec.structs import replace as replace_fields
@@ -11,7 +12,7 @@ from msgspec.structs import replace as replace_fields
 from onebox.cost.estimate import TYPICAL_RATES, program_s
 from onebox.plan import Action
 from onebox.wire import Program, TensorSpec
-from onebox.wire.protocol.instructions import Broadcast, Call, Gather, Receive, Reduce, Send, Step
+from onebox.wire.protocol.instructions import Broadcast, Call, Gather, OptimizerStep, Receive, Reduce, Send, Step
 from onebox.wire.protocol.requests import Define, Routine, StoredProgram
 
 LATE = " of the step before"
@@ -102,11 +103,23 @@ class RoutineBuilder:
     constants: dict[int, tuple[float, TensorSpec]] = field(default_factory=dict)
     renewed: dict[int, int] = field(default_factory=dict)
     """The buffer with the new contents of each lasting one that the step changes, which a vote puts in its place."""
+    _age: int = 0
     _programs: dict[tuple[int, float], tuple[int, Program]] = field(default_factory=dict)
     _works: dict[int, tuple[float, Program]] = field(default_factory=dict)
 
+    @contextlib.contextmanager
+    def of_step(self, age: int) -> Iterator[None]:
+        """Let what is added in the context belong to a step that began so many windows before this one."""
+        before, self._age = self._age, age
+        try:
+            yield
+        finally:
+            self._age = before
+
     def add(self, step: Step, label: InstructionLabel) -> None:
         """Add an instruction."""
+        if self._age and isinstance(step, Call | Send | Receive | Reduce | Gather | OptimizerStep):
+            step = replace_fields(step, age=self._age)
         self.steps.append(step)
         self.labels.append(label)
 
@@ -152,13 +165,13 @@ class RoutineBuilder:
         *,
         takes: Sequence[int] = (),
         micro_batch: int = 0,
-        age: int = 0,
         cost_s: float = 0.0,
     ) -> None:
         """Add the call of a program."""
         number = self.define(program, cost_s)
         backward = label.action is not None and label.action.kind != "F"
-        self.add(Call(number, tuple(inputs), tuple(outputs), tuple(takes), micro_batch, age, backward), label)
+        call = Call(number, tuple(inputs), tuple(outputs), tuple(takes), micro_batch, backward=backward)
+        self.add(call, label)
 
     def another(self) -> RoutineBuilder:
         """Return a builder for another routine of the same worker, with the programs defined so far."""

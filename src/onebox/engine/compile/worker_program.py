@@ -207,7 +207,8 @@ class WorkerProgramBuilder:
             self._receive_ahead(position)
             for watcher in watchers:
                 watcher.before(action)
-            self._execute(position, action, gradients)
+            with self.builder.of_step(_age(action)):
+                self._execute(position, action, gradients)
             for watcher in watchers:
                 watcher.after(action)
         self._bounds.append(len(self.builder.steps))
@@ -267,7 +268,6 @@ class WorkerProgramBuilder:
             label=InstructionLabel(self._name(action), "compute", action),
             group=self._numbers.groups[replica] if len(replica) > 1 else 0,
             micro_batch=micro_batch % self._count,
-            age=int(micro_batch < 0),
             cost_s=self._cost_s(action),
         )
         sent: set[Port] = set()
@@ -382,7 +382,8 @@ class WorkerProgramBuilder:
                     self._arriving[key] = number, spec
             receive = Receive(number, encoded or spec, self._everybody, self._members.index(source), channel, rows)
             name = f"receive for {action} from device {source}"
-            self.builder.add(receive, InstructionLabel(name, "transfer"))
+            with self.builder.of_step(_age(action)):
+                self.builder.add(receive, InstructionLabel(name, "transfer"))
 
     def _decode(self, part: PhaseProgram, micro_batch: int) -> None:
         """Decode the inputs of a part that have been received in a lossy codec."""
@@ -434,3 +435,8 @@ class WorkerProgramBuilder:
     @property
     def _everybody(self) -> int:
         return self._numbers.groups[self._members]
+
+
+def _age(action: Action) -> int:
+    """Return how many windows before this one the step of an action began."""
+    return int(action.micro_batch < 0)

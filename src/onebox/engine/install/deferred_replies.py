@@ -34,6 +34,11 @@ class DeferredReplies:
         """True if the replies have not been processed yet."""
         return self._finish is not None
 
+    def told(self, error: Exception) -> None:
+        """Let the replies count as processed if they are this failure."""
+        if any(future.done() and future.exception() is error for future in self.futures):
+            self._finish = None
+
     def take(self) -> None:
         """Wait for the replies and process them, once.
 

@@ -180,7 +180,7 @@ class RecoveryManager(Supervisor, StepObserver):
         if isinstance(error, OneboxError) and not isinstance(error, RECOVERABLE):
             lost = self._losses()  # of workers that others have replaced, which know nothing of this run
             error = lost[min(lost)].with_traceback(None) if lost else error
-        if self._snapshots is None or not isinstance(error, RECOVERABLE):
+        if self._snapshots is None or not (isinstance(error, RECOVERABLE) or (void and self._again(error))):
             if void and not cost_nothing(error):
                 self.fail(error)
             else:
@@ -189,6 +189,11 @@ class RecoveryManager(Supervisor, StepObserver):
         self._locate(error)
         with self._failing("a recovery"), self._run.recovering():
             self._recover(error, self._snapshots)
+
+    def _again(self, error: Exception) -> bool:
+        """Return whether to go back to a snapshot after an operator, as of an update, has failed that made the state
+        void: once, as it may fail again."""
+        return isinstance(error, OperatorError) and not error.kept and not self._tries and self.ready
 
     def _recover(self, error: Exception, snapshots: SnapshotScheduler) -> None:
         """Recover the pool, restore the newest snapshot on the workers, and repeat the steps since.

@@ -69,7 +69,14 @@ class Supervisor:
     def fail(self, error: Exception) -> None:
         """Store the first failure: the state on the workers is void, and every later call raises it."""
         self._locate(error)
-        self.error = self.error or error
+        if self.error is None:
+            self.error = error
+            if isinstance(error, OperatorError):
+                error.add(
+                    "weights, the optimizer's state and buffers on the devices may be those after the step in part, so "
+                    f"that this trainer cannot go on: resume from {self._resumable}. A trainer with "
+                    "recovery=onebox.Recovery() goes back to its last snapshot, once"
+                )
 
     def saved(self, checkpoint: Path) -> None:
         """Record that a checkpoint has been written, for the errors that refer to it."""

@@ -104,6 +104,7 @@ class Manifest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         loss_reduction: ``mean``, ``sum``, ``weighted`` (the function itself is not stored), or none.
         stale: Stale gradients, with the number of exact steps.
         lossy: Parts of the traffic that may be compressed with a loss.
+        failed: Number of steps that failed and changed nothing, beside ``step``: their seeds are used up.
         recovery: Recovery from losses.
         staging: Memory for batches beside a step's.
         engine: Execution of steps.
@@ -145,6 +146,7 @@ class Manifest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     complex: dict[str, list[str]] = {}
     islands: IslandsEntry | None = None
     lossy: tuple[LossyPart, ...] = ()
+    failed: int = 0
 
 
 class _FormatVersion(Struct):

@@ -209,6 +209,7 @@ class ResumePoint:
 
     Args:
         step: Number of steps done.
+        failed: Number of steps that failed beside these.
         path: Folder of the save.
         identity: Its identity.
         plan: Plan of the run; ``None`` if unknown.
@@ -219,6 +220,7 @@ class ResumePoint:
     """
 
     step: int
+    failed: int
     path: Path
     identity: str
     plan: Plan | None
@@ -248,6 +250,7 @@ def resume_point(checkpoint: Checkpoint, path: Path) -> ResumePoint:
     residuals = {name: tensor for (name, key), tensor in checkpoint.optimizer.items() if key == RESIDUAL}
     return ResumePoint(
         step=manifest.step,
+        failed=manifest.failed,
         path=path,
         identity=manifest.identity,
         plan=manifest.plan,

@@ -13,7 +13,7 @@ from onebox.engine.data.batch_transfer import WorkerBatch
 from onebox.engine.steps.results import Evaluation
 from onebox.engine.workload.batch import Batch
 from onebox.engine.workload.loss_reduction import normalisers
-from onebox.errors import UsageError
+from onebox.errors import OperatorError, UsageError
 from onebox.pool import Pool, WorkerReply, raise_first
 from onebox.wire.protocol.requests import Run, SetNumerics
 from onebox.wire.protocol.responses import Scalars
@@ -58,7 +58,9 @@ def evaluate(
         def attempt() -> None:
             try:
                 action()
-            except Exception:
+            except Exception as error:
+                if isinstance(error, OperatorError):
+                    error.steps = ()
                 for asked in pending:
                     asked.futures = None
                 raise

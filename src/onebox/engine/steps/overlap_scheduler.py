@@ -213,6 +213,11 @@ class OverlapScheduler(StepObserver):
             self._deferred.popleft()
         return tuple(self._deferred)
 
+    def told(self, error: Exception) -> None:
+        """Let a failure that has been raised not be raised again by what waits for the same replies."""
+        for asked in self.deferred:
+            asked.told(error)
+
     @property
     def settled(self) -> bool:
         """True if no step has work left outside the steps in flight."""

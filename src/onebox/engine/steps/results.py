@@ -6,14 +6,19 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
+from torch import fx
+
+from onebox.engine.compile.compiler import CompiledStep
 from onebox.engine.compile.routine import InstructionLabel, StepRoutine
 from onebox.engine.partition.sharding_spec import Members
 from onebox.engine.workload.late_number import LateNumber
 from onebox.engine.workload.loss_reduction import total_of
 from onebox.errors import OperatorError, ReplicasParted, UsageError
+from onebox.graph import Phase
+from onebox.graph.capture.locate import layer_of_node, place_of_node
 from onebox.plan import Action
 from onebox.pool import WorkerReply, raise_first
-from onebox.wire.protocol.instructions import Ask
+from onebox.wire.protocol.instructions import Ask, Call
 from onebox.wire.protocol.responses import Digest, LinkTraffic, Scalars
 
 
@@ -174,7 +179,16 @@ class StepLoss(LateNumber):
     def _read(self) -> StepValues:
         """Wait for the replies and combine them; both are others after the step has been restarted."""
         assert self._finish is not None
-        return self._finish(raise_first(self._futures))
+        try:
+            return self._finish(raise_first(self._futures))
+        except OperatorError as error:
+            if error.kept and not error.steps:
+                error.steps = (self.step,)
+            elif error.kept and error.steps != (self.step,):
+                which = " and ".join(map(str, error.steps))
+                own = "" if self.step in error.steps else f"; step {self.step} was made, but its loss is not known"
+                error.add_note(f"Left out: step {which}, of which a part was computed with step {self.step}{own}.")
+            raise
 
     def item(self) -> float:
         """Wait for the step to end and return its loss, the mean over the samples of the batch.
@@ -322,18 +336,46 @@ _BEHIND_ACTIONS = ("accumulate", "free")
 """Operations right after an action that belong to it."""
 
 
-def locate(error: OperatorError, labels_of: Callable[[int, int], Sequence[InstructionLabel]]) -> None:
-    """Add to an error the location of the failure in the step, as far as it is known.
+def locate(error: OperatorError, find: Callable[[int, int], tuple[CompiledStep, StepRoutine] | None]) -> None:
+    """Add to an error the location of the failure in the step, and in the model, as far as it is known.
 
     Args:
         error: The error.
-        labels_of: Returns the labels of a worker's routine, given the two numbers.
+        find: Returns a worker's routine and its step, given the two numbers.
     """
-    if error.instruction is None:
+    if error.instruction is None or error.worker is None:
         return
-    routine, place = error.instruction
-    labels = () if error.worker is None else labels_of(error.worker, routine)
-    if 0 <= place < len(labels):
-        before = (label.action for label in reversed(labels[: place + 1]) if label.action is not None)
-        own = labels[place].action or (next(before, None) if labels[place].name in _BEHIND_ACTIONS else None)
-        error.located(labels[place].name, own.stage if own else None)
+    number, place = error.instruction
+    found = find(error.worker, number)
+    if found is None or not 0 <= place < len(found[1].labels):
+        return
+    compiled, routine = found
+    label = routine.labels[place]
+    before = (one.action for one in reversed(routine.labels[: place + 1]) if one.action is not None)
+    own = label.action or (next(before, None) if label.name in _BEHIND_ACTIONS else None)
+    node = _node(error, compiled, routine, place)
+    line = None if node is None else place_of_node(node)
+    error.located(
+        label.name,
+        own.stage if own else None,
+        "" if node is None else layer_of_node(node),
+        None if line is None else (str(line), line.text),
+    )
+
+
+def _node(error: OperatorError, compiled: CompiledStep, routine: StepRoutine, place: int) -> fx.Node | None:
+    """Return the node of the graph whose operator has failed: the pieces of an action's program have its nodes in
+    order, and others may be between them.
+    """
+    action, programs, names = routine.labels[place].action, routine.programs, list[str]()
+    if action is None or error.index < 0:
+        return None
+    for index, (step, label) in enumerate(zip(routine.steps[: place + 1], routine.labels, strict=False)):
+        if isinstance(step, Call) and label.action == action:
+            end = error.index + 1 if index == place else None
+            names += [operator.name for operator in programs[step.program].operators[:end]]
+    model = compiled.models.get(compiled.micro_batches[action.micro_batch].size)
+    phase = None if model is None else model.phases.get(Phase(action.stage, action.kind))
+    if phase is None or not names or names[-1] != error.operator:
+        return None
+    return phase.node(error.operator, names.count(error.operator))

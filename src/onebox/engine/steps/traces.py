@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from onebox.engine.compile.compiler import CompiledStep, Compiler
-from onebox.engine.compile.routine import InstructionLabel
+from onebox.engine.compile.routine import StepRoutine
 from onebox.engine.compile.update.async_window import Window
 from onebox.engine.install.installed_plan import InstalledPlan
 from onebox.engine.steps.launch import LaunchedStep
@@ -95,18 +95,16 @@ class StepTraces(StepObserver):
     def locate(self, error: Exception) -> None:
         """Add the location in the step to an operator's error, also if it was requested before the plan changed."""
         if isinstance(error, OperatorError):
-            locate(error, self._labels)
+            locate(error, self._routine)
 
     def _keep(self, trace: StepTrace) -> None:
         self._steps.append(trace)
         add_traffic(self.traffic, trace.traffic)
         self._tell(trace)
 
-    def _labels(self, worker: int, routine: int) -> Sequence[InstructionLabel]:
-        for compiler in reversed(self._compilers):
-            if labels := compiler.labels(worker, routine):
-                return labels
-        return ()
+    def _routine(self, worker: int, number: int) -> tuple[CompiledStep, StepRoutine] | None:
+        found = (compiler.routine(worker, number) for compiler in reversed(self._compilers))
+        return next((each for each in found if each is not None), None)
 
     # ---- events
 

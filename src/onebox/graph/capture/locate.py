@@ -65,6 +65,13 @@ def place_of_node(node: fx.Node) -> SourceLocation | None:
     return _innermost(SourceLocation(file, int(line)) for file, line in frames)
 
 
+def layer_of_node(node: fx.Node) -> str:
+    """Return the path of the innermost module that made a node, or the one that it is the gradient of; may be empty."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    paths = [str(where[0]) for where in stack.values()]
+    return paths[-1].split("@")[0] if paths else ""
+
+
 def _innermost(places: Iterable[SourceLocation]) -> SourceLocation | None:
     found = [place for place in places if is_users(place.file)]
     return found[-1] if found else None

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from onebox.graph.capture.joint import Joint
+from onebox.graph.capture.locate import layer_of_node
 from onebox.graph.lower.lowering import arguments_of, canonical, is_view
 
 _LOSS = "loss"
@@ -111,9 +112,7 @@ def root_of(node: fx.Node) -> fx.Node:
 
 def _path(node: fx.Node) -> str:
     """Return the path of the innermost module that a node of forward belongs to."""
-    stack = node.meta.get("nn_module_stack") or {}
-    path = [str(where[0]) for where in stack.values()][-1:]
-    return (path and path[0].split("@")[0]) or _LOSS
+    return layer_of_node(node) or _LOSS
 
 
 def _numbered(names: list[str]) -> tuple[str, ...]:

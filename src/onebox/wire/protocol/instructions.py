@@ -30,7 +30,8 @@ class Call(Message, frozen=True, tag="call"):
         takes: Positions in ``inputs`` of buffers that end with this call, so that their memory is freed after their
             last use in the program.
         micro_batch: Index of the micro-batch within the step; part of the seed of random operators.
-        age: Age of its step, which determines the seed of random operators: how many steps before the run's step.
+        age: Age of its step: how many steps before the run's step. It determines the seed of random operators, and the
+            step that a failure costs.
         backward: Whether its outputs are gradients; see ``check_nan`` of :class:`SetNumerics`.
     """
 
@@ -61,6 +62,7 @@ class Send(Message, frozen=True, tag="send"):
         whole: Spec of the receiver's buffer, if this one is a chunk of its rows (indices of the first dimension);
             chunks are sent in order.
         first: Index of the chunk's first row.
+        age: Age of its step.
     """
 
     buffer: int
@@ -69,6 +71,7 @@ class Send(Message, frozen=True, tag="send"):
     channel: int = 0
     whole: TensorSpec | None = None
     first: int = 0
+    age: int = 0
 
 
 class Receive(Message, frozen=True, tag="receive"):
@@ -81,6 +84,7 @@ class Receive(Message, frozen=True, tag="receive"):
         peer: The rank.
         channel: Buffers of one channel are received in the order in which they are sent.
         rows: Number of rows of each chunk; empty if it is sent whole.
+        age: Age of its step.
     """
 
     buffer: int
@@ -89,6 +93,7 @@ class Receive(Message, frozen=True, tag="receive"):
     peer: int
     channel: int = 0
     rows: tuple[int, ...] = ()
+    age: int = 0
 
 
 class Reduce(Message, frozen=True, tag="reduce"):
@@ -100,11 +105,13 @@ class Reduce(Message, frozen=True, tag="reduce"):
         buffers: The buffers.
         group: The group.
         root: The only rank that receives the sum; those buffers of the other ranks end. -1 for all ranks.
+        age: Age of its step.
     """
 
     buffers: tuple[int, ...]
     group: int
     root: int = -1
+    age: int = 0
 
 
 class Broadcast(Message, frozen=True, tag="broadcast"):
@@ -136,6 +143,7 @@ class Gather(Message, frozen=True, tag="gather"):
         group: The group.
         sizes: The size of each rank's part along ``dim``.
         dim: The dimension of concatenation, from 0.
+        age: Age of its step.
     """
 
     buffer: int
@@ -144,6 +152,7 @@ class Gather(Message, frozen=True, tag="gather"):
     group: int
     sizes: tuple[int, ...]
     dim: int = 0
+    age: int = 0
 
 
 class Offload(Message, frozen=True, tag="offload"):

@@ -90,6 +90,8 @@ class WorkerFailure(Message, frozen=True, tag="failure"):
         used_bytes: other bytes in use,
         allowed_bytes: and the limit.
         kept: Whether only the step, or the batch, is affected: what lasts is unchanged.
+        steps: The numbers of the steps that it, and what failed after it, has cost.
+        index: Index of the operator in its program; -1 if it is none of a program.
     """
 
     kind: Literal["operator", "memory", "values", "address", "peer", "protocol"]
@@ -103,6 +105,8 @@ class WorkerFailure(Message, frozen=True, tag="failure"):
     used_bytes: int = 0
     allowed_bytes: int = 0
     kept: bool = False
+    steps: tuple[int, ...] = ()
+    index: int = -1
 
 
 class Tensors(Message, frozen=True, tag="tensors"):

@@ -71,7 +71,8 @@ def _explain(error: Exception, doing: str) -> WorkerFailure:
         return WorkerFailure("values", doing, str(error))
     if isinstance(error, OperatorFailed):
         cause = error.__cause__ or error
-        return WorkerFailure(_kind(cause), error.operator, _first_lines(cause), error.shapes, type(cause).__name__)
+        said, kind = _first_lines(cause), type(cause).__name__
+        return WorkerFailure(_kind(cause), error.operator, said, error.shapes, kind, index=error.index)
     if isinstance(error, WireError | ValueError):
         return WorkerFailure("protocol", doing, _first_lines(error))
     return WorkerFailure(_kind(error), doing, _first_lines(error), "", type(error).__name__)

@@ -270,9 +270,11 @@ class Executor:
                 between()
         trace.close()
         self._place = None
-        self._votes.end()
+        objection = self._votes.end()
         if poisoned is not None:
             raise poisoned
+        if objection is not None:
+            self._report(objection)
         return results
 
     def _cannot_run(self, run: Run, routine: object) -> Sequence[Outcome]:
@@ -376,14 +378,12 @@ class Executor:
     def _object(self, instruction: Instruction, failure: WorkerFailure, resolve: Resolve) -> bool:
         """Leave a failure to the vote on its step, if there is one, with zeros for other workers and what follows."""
         try:
-            objection = self._votes.objects(instruction, failure, resolve)
-            if objection is not None and isinstance(instruction, Communication):
+            objects = self._votes.objects(instruction, failure, resolve)
+            if objects and isinstance(instruction, Communication):
                 self._collectives.run(instruction, resolve, self._trace)
+            return objects
         except (Poisoned, RankLost, QuotaExceeded, RuntimeError):  # other workers do not come to the vote then
             return False
-        if objection is not None:
-            self._report(objection)
-        return objection is not None
 
     def _void(self, instruction: Instruction, failure: WorkerFailure, resolve: Resolve) -> None:
         """Void the outputs of an instruction; a worker that cannot contribute leaves the group."""
@@ -513,7 +513,8 @@ class Executor:
         try:
             store.reserve(need.peak_bytes)
         except QuotaExceeded as error:
-            raise OperatorFailed(program.operators[need.peak_operator].name, "") from error
+            peak = need.peak_operator
+            raise OperatorFailed(program.operators[peak].name, "", peak) from error
         for position in call.takes:
             store.forget(numbers[position])
 

@@ -55,6 +55,8 @@ class StepVotes:
         self._optimizer = 0  # of the running routine; 0 if its failures are not voted on
         self._step = 0
         self._failed: dict[_Step, WorkerFailure] = {}
+        self._known: frozenset[_Step] = frozenset()  # those that had failed when the routine began
+        self._new: WorkerFailure | None = None
         self._votes: dict[_Step, Finish | bool] = {}  # begun, or whether the step takes effect
 
     def begin(self, run: Run, optimizer: int) -> None:
@@ -69,10 +71,16 @@ class StepVotes:
             for table in (self._failed, self._votes):
                 for key in [key for key in table if key[0] == optimizer and not 0 < run.step - key[1] <= _KEPT]:
                     del table[key]
+            self._known = frozenset(self._failed)
 
-    def end(self) -> None:
-        """End a routine."""
-        self._optimizer = 0
+    def end(self) -> WorkerFailure | None:
+        """End a routine; return its first failure for a vote, with the steps that have failed in it, if there was one.
+
+        It is reported now: what fails otherwise in the routine is worse.
+        """
+        new, steps = self._new, self._failed.keys() - self._known
+        self._optimizer, self._new = 0, None
+        return None if new is None else replace(new, kept=True, steps=tuple(sorted(step for _, step in steps)))
 
     def forget(self, optimizer: int) -> None:
         """Remove an optimizer, if it is known."""
@@ -91,31 +99,28 @@ class StepVotes:
         self._stand_in(instruction, resolve)
         return True
 
-    def objects(self, instruction: Instruction, failure: WorkerFailure, resolve: Resolve) -> WorkerFailure | None:
+    def objects(self, instruction: Instruction, failure: WorkerFailure, resolve: Resolve) -> bool:
         """Note a failure for the vote on its step, with stand-ins for what a program would have computed, and for what
-        an exchange would have sent, which has not begun.
-
-        Returns:
-            The failure, to be reported; ``None`` if it is not one that a vote is about.
+        an exchange would have sent, which has not begun; return whether it is one that a vote is about.
         """
-        step = self._optimizer, self._step - (instruction.age if isinstance(instruction, Call) else 0)
+        if not isinstance(instruction, Call | Send | Receive | Reduce | Gather):
+            return False
+        step = self._optimizer, self._step - instruction.age
         if not self._optimizer or step in self._votes or failure.kind == "peer":
-            return None
+            return False
         match instruction:
             case Call():
                 if not self._stand_in(instruction, resolve):
-                    return None
+                    return False
             case Send() | Gather():
                 self._blank([resolve(instruction.buffer)])
             case Reduce():
                 self._blank(map(resolve, instruction.buffers))
             case Receive():
                 pass
-            case _:
-                return None
-        failure = replace(failure, kept=True)
         self._failed.setdefault(step, failure)
-        return failure
+        self._new = self._new or failure
+        return True
 
     def _stand_in(self, call: Call, resolve: Resolve) -> bool:
         """Fill the outputs of a program; return whether there are as many."""

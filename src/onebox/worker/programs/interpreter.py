@@ -49,12 +49,19 @@ Seed = Callable[[int], None]
 
 
 class OperatorFailed(Exception):
-    """An operator raised an exception; it is in ``__cause__``."""
+    """An operator raised an exception; it is in ``__cause__``.
 
-    def __init__(self, operator: str, shapes: str) -> None:
+    Args:
+        operator: Its name.
+        shapes: A readable description of its tensor arguments.
+        index: Its index in its program; -1 outside of one.
+    """
+
+    def __init__(self, operator: str, shapes: str, index: int = -1) -> None:
         super().__init__(operator)
         self.operator = operator
         self.shapes = shapes
+        self.index = index
 
 
 class CompiledProgram:
@@ -160,7 +167,7 @@ class CompiledProgram:
             except Exception as error:
                 self._with_contiguous(number, registers, seed, error)
             if first:
-                self._check(self.program.operators[number], registers)
+                self._check(number, registers)
             result = tensor = None  # freed tensors must not survive here
             for slot in dies:
                 registers[slot] = None
@@ -201,7 +208,7 @@ class CompiledProgram:
             else:
                 self._code[number] = again, pick, keywords, outs, dies, position
                 return
-        raise OperatorFailed(name, describe(args)) from error
+        raise OperatorFailed(name, describe(args), number) from error
 
     def laid_out(self, outputs: list[Tensor]) -> list[Tensor]:
         """Return outputs of a run in their required layouts.
@@ -266,14 +273,15 @@ class CompiledProgram:
             return [TENSOR if isinstance(item, SlotArgument) else item for item in value.items]
         return TENSOR if isinstance(value, SlotArgument) else constant(value, self._device)
 
-    def _check(self, operator: Operator, registers: list[Any]) -> None:
+    def _check(self, number: int, registers: list[Any]) -> None:
+        operator = self.program.operators[number]
         for slot, spec in zip(operator.outs, operator.specs, strict=True):
             if slot is None or spec is None:
                 continue
             made = registers[slot]
             if made is None or tuple(made.shape) != spec.shape or dtype_name(made.dtype) != spec.dtype:
                 problem = WireError(f"made {describe([made])}, but the program says {spec}")
-                raise OperatorFailed(operator.name, "") from problem
+                raise OperatorFailed(operator.name, "", number) from problem
 
 
 def _holds_tensors(value: Value) -> bool:

@@ -14,6 +14,7 @@ hierarchical reduction it takes the place of the second collective.
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -42,6 +43,7 @@ class GroupReduction:
         parts: Parts of a hierarchical reduction, which has one message and is for all members; empty for a flat one.
         specs: Specs of the buffers.
         coded: The sum in a lossy codec, of the members or of the leaders of the parts; ``None`` for an exact one.
+        age: Age of its step, see :meth:`RoutineBuilder.of_step`.
     """
 
     members: Members
@@ -51,6 +53,7 @@ class GroupReduction:
     parts: DeviceGroups = ()
     specs: Sequence[TensorSpec] = ()
     coded: CodedBucket | None = None
+    age: int = 0
 
 
 class ReductionQueue:
@@ -94,6 +97,7 @@ class ReductionQueue:
         parts: DeviceGroups = (),
         specs: Sequence[TensorSpec] = (),
         coded: CodedBucket | None = None,
+        age: int = 0,
     ) -> GroupReduction:
         """Append an exchange to its group's queue.
 
@@ -104,10 +108,11 @@ class ReductionQueue:
             parts: See :class:`GroupReduction`.
             specs: See :class:`GroupReduction`.
             coded: See :class:`GroupReduction`.
+            age: See :class:`GroupReduction`.
         """
         root = -1 if owner is None else members.index(owner)
         parts = parts if len(parts) > 1 else ()
-        exchange = GroupReduction(members, prepare, root=root, parts=parts, specs=specs, coded=coded)
+        exchange = GroupReduction(members, prepare, root=root, parts=parts, specs=specs, coded=coded, age=age)
         queue = () if parts or coded or members in self._shared else members
         self._queues.setdefault(queue, deque()).append(exchange)
         return exchange
@@ -118,11 +123,10 @@ class ReductionQueue:
             while queue and queue[0].ready:
                 exchange = queue.popleft()
                 self._before()
-                for buffers in exchange.prepare():
-                    if exchange.parts or exchange.coded:
-                        self._begin(exchange, buffers)
-                    else:
-                        self._reduce(buffers, exchange.members, exchange.root)
+                with self._builder.of_step(exchange.age):
+                    messages = exchange.prepare()
+                for buffers in messages:
+                    self._begin(exchange, buffers)
 
     def finish(self) -> None:
         """Begin all remaining exchanges."""
@@ -138,16 +142,24 @@ class ReductionQueue:
             self._drop_complete()
 
     def _begin(self, exchange: GroupReduction, buffers: tuple[int, ...]) -> None:
-        """Begin the first collective of an exchange of several, and those of earlier exchanges that are due after
-        it.
-        """
-        phases = deque(self._phases(exchange, buffers))
+        """Begin the first collective of an exchange, and those of earlier exchanges that are due after it."""
+        if not (exchange.parts or exchange.coded):
+            with self._builder.of_step(exchange.age):
+                self._reduce(buffers, exchange.members, exchange.root)
+            return
+        phases: deque[Phase] = deque()
+        for phase in self._phases(exchange, buffers):
+            phases.append(functools.partial(self._add, phase, exchange.age))
         phases.popleft()()
         if self._early:
             for earlier in reversed(self._waiting):
                 earlier.popleft()()
             self._drop_complete()
         self._waiting.append(phases)
+
+    def _add(self, phase: Phase, age: int) -> None:
+        with self._builder.of_step(age):
+            phase()
 
     def _drop_complete(self) -> None:
         self._waiting = [phases for phases in self._waiting if phases]

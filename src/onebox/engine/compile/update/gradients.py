@@ -213,7 +213,10 @@ class WorkerGradients:
         specs = [self._specs[name] for name in bucket.names]
         parts, coded = self._shared.parts(members, bucket), self._shared.coded.get((members, bucket))
         prepare = functools.partial(self._bucket, bucket.names)
-        exchange = self._exchanges.expect(members, prepare, bucket.owner, parts=parts, specs=specs, coded=coded)
+        age = int(self._half == "late")
+        exchange = self._exchanges.expect(
+            members, prepare, bucket.owner, parts=parts, specs=specs, coded=coded, age=age
+        )
         exchange.ready = not missing
         self._missing.append((missing, exchange))
 

@@ -60,7 +60,8 @@ class WorkerUpdate:
     def finish(self) -> None:
         """Add all parts that have not been added yet."""
         if len(self._left) == len(self._parts):
-            self._at_once()
+            with self._builder.of_step(self._age):
+                self._at_once()
         else:
             self._apply(tuple(self._left))
         self._left = []
@@ -79,7 +80,6 @@ class WorkerUpdate:
                 norm,
                 previous=tuple(numbers.previous[name] for name in self._stepped) if self._versions else (),
                 ahead=tuple(numbers.ahead[name] for name in self._stepped if numbers.ahead) if self._versions else (),
-                age=self._age,
             )
             self._builder.add(step, InstructionLabel("optimizer", "compute"))
         if left := (*gradients, *((norm,) if norm else ())):
@@ -146,8 +146,9 @@ class WorkerUpdate:
             if own:
                 gradients = tuple(self._sums[name] for name in own)
                 chosen = tuple(self._place[name] for name in own)
-                step = OptimizerStep(self._shared.numbers.optimizer, gradients, members=chosen, age=self._age)
-                self._builder.add(step, InstructionLabel("optimizer", "compute"))
+                step = OptimizerStep(self._shared.numbers.optimizer, gradients, members=chosen)
+                with self._builder.of_step(self._age):
+                    self._builder.add(step, InstructionLabel("optimizer", "compute"))
                 self._builder.add(Free(gradients), InstructionLabel("free"))
             self._hand_out(members, bucket)
         self._left = [place for place in self._left if place not in places]

@@ -170,13 +170,19 @@ class _Worker:
         assert isinstance(found, Made)
         return found
 
+    def _of_step(self, run: Run, step: Call | Send, number: int) -> Made:
+        """Return a buffer that an instruction reads, which is of the step that a failure of it would cost."""
+        found = self._get(number)
+        assert found.step in (-1, run.step - step.age), f"{step} reads what is of {found}"
+        return found
+
     def _execute(self, turn: int, run: Run, step: Step, label: InstructionLabel) -> None:
         match step:
             case Call():
                 self._call(turn, run, step, label)
             case Send():
                 target = self._members(step.group)[step.peer]
-                self.all.letters[self.number, target, step.channel].append(self._get(step.buffer))
+                self.all.letters[self.number, target, step.channel].append(self._of_step(run, step, step.buffer))
             case Receive():
                 source = self._members(step.group)[step.peer]
                 queue = self.all.letters[source, self.number, step.channel]
@@ -186,6 +192,7 @@ class _Worker:
                 def arrive() -> Made:
                     if not queue:
                         raise Waits
+                    assert queue[0].step == run.step - step.age, f"{step} receives {queue[0]}"
                     return queue.popleft()
 
                 assert turn_of[0] != self.number
@@ -225,7 +232,7 @@ class _Worker:
         mine = Made(run.step - age, call.micro_batch) if label.action else Made()
         moved = set(self.all.lowered.moved.values()) | set(self.names) | self.renewed
         for number in call.inputs:
-            found = self._get(number)
+            found = self._of_step(run, call, number)
             if label.action and number not in moved and found != Made():
                 assert found == mine, f"{label.name} of step {mine.step} reads what is of {found}"
             if label.action and number in self.versions:
@@ -249,6 +256,8 @@ class _Worker:
         for number in step.buffers:
             self._get(number)
         roles = tuple(self._role(run, number) for number in step.buffers)
+        if isinstance(step, Reduce):
+            assert {of for _, of in roles} <= {-1, run.step - step.age}
         what = self._enter(step.group, (type(step), step.root, roles))
 
         def arrive() -> Made:
