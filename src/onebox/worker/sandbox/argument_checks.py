@@ -48,9 +48,6 @@ _WINDOWS = frozenset({"kernel_size", "dilation", "padding", "output_padding", "p
 
 _WIDEST = 1 << 30
 
-_BY_ELEMENTS = frozenset({"index_put", "index_put_"})
-"""Operators that count elements before they write, beside those whose results have sizes that elements decide."""
-
 _READ_AGAIN = frozenset({"index", "indices", "mask", "sorter", "target"})
 """Arguments whose integers an operator may check itself, or count, before it reads them again as places."""
 
@@ -144,8 +141,7 @@ def guarded(operator: OpOverload, run: Run) -> Run:
     rules = rules_of(operator)
     if rules is not None:
         run = _Guard(operator, run, rules)
-    by_elements = base in _BY_ELEMENTS or torch.Tag.dynamic_output_shape in operator.tags
-    by_elements |= rules is not None and rules.elements is not None
+    by_elements = torch.Tag.dynamic_output_shape in operator.tags or (rules is not None and rules.elements is not None)
     if by_elements or any(argument.name in _READ_AGAIN for argument in operator._schema.arguments):
         return _Owned(operator, run, floats=by_elements)
     return run
