@@ -129,12 +129,19 @@ class Arena:
 
     Args:
         sizes: Pages of each slot, in ascending order.
+        shared: Whether processes that this one forks have the same memory.
+
+    Attributes:
+        memory: All of it.
     """
 
-    def __init__(self, sizes: Sequence[int] = (1,) * 24 + (4,) * 8 + (16,) * 4 + (64,) * 2) -> None:
+    def __init__(
+        self, sizes: Sequence[int] = (1,) * 24 + (4,) * 8 + (16,) * 4 + (64,) * 2, *, shared: bool = False
+    ) -> None:
         total = sum(sizes) + len(sizes) + 1
-        self._memory = mmap.mmap(-1, total * _PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        kind = mmap.MAP_SHARED if shared else mmap.MAP_PRIVATE
+        self.memory = mmap.mmap(-1, total * _PAGE, flags=kind | mmap.MAP_ANONYMOUS)
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
         libc = ctypes.CDLL(None, use_errno=True)
         libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
         self._slots: list[Slot] = []
@@ -176,12 +183,12 @@ class Arena:
         filling = slot.fillings[variant]
         behind = begin + size
         whole = filling[: begin - slot.begin] + image.data + filling[behind - slot.begin :]
-        self._memory[slot.begin : slot.end] = whole
+        self.memory[slot.begin : slot.end] = whole
         self._used.append((slot, begin, behind, whole))
         dtype = DTYPES[image.dtype]
         if not size:
             return torch.empty(0, dtype=dtype).as_strided(image.shape, image.strides)
-        flat = torch.frombuffer(self._memory, dtype=dtype, count=size // dtype.itemsize, offset=begin)
+        flat = torch.frombuffer(self.memory, dtype=dtype, count=size // dtype.itemsize, offset=begin)
         return flat.as_strided(image.shape, image.strides)
 
     def changed(self, tensor_data: Sequence[bytes], written: frozenset[int]) -> tuple[int, list[int]]:
@@ -197,7 +204,7 @@ class Arena:
         canaries, inputs = 0, []
         order = sorted(range(len(tensor_data)), key=lambda number: len(tensor_data[number]))
         for number, (slot, begin, behind, whole) in zip(order, self._used, strict=True):
-            now = self._memory[slot.begin : slot.end]
+            now = self.memory[slot.begin : slot.end]
             if now == whole:
                 continue
             low, high = begin - slot.begin, behind - slot.begin
@@ -205,6 +212,10 @@ class Arena:
             if number not in written and now[low:high] != whole[low:high]:
                 inputs.append(number)
         return canaries, inputs
+
+    def offset(self, tensor: Tensor) -> int:
+        """Return where in the memory a tensor begins."""
+        return tensor.data_ptr() - self._address
 
     def holds(self, address: int) -> bool:
         """Return whether an address is in the arena."""

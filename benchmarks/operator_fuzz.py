@@ -10,6 +10,9 @@ belongs to no argument (see ``guarded_memory.py``):
   outside (``canaries_changed``);
 - results that depend on the words are a read outside, or of memory that nobody had written (``foreign_reads``).
 
+With ``--racing`` another process changes elements of the tensors all the while, as a worker of the same group can do
+with tensors that it has lent; a read outside is then one whose results contain such a word.
+
 Calls run in child processes, a batch in each. A call is given by the seed, its operator and the round, and can be run
 again: ``--only OPERATOR --round ROUND``.
 """
@@ -46,6 +49,7 @@ from common import commit, finish, machine, show
 from guarded_memory import WORDS, Allocator, Arena, Image, build_allocator, ordinary, span_of
 from operator_calls import Call, base_calls, load, run_directly
 from operator_mutations import mutate, varied
+from racing_peer import Peer, Place
 from torch import Tensor
 
 from onebox.errors import WireError
@@ -69,6 +73,7 @@ from onebox.wire.protocol.eager import Perform, Replay
 from onebox.worker.device import ComputeDevice
 from onebox.worker.execution.eager import EagerExecutor
 from onebox.worker.memory.buffers import BufferStore
+from onebox.worker.memory.shared import LENT_STORAGES
 from onebox.worker.programs.interpreter import CompiledProgram, OperatorFailed
 from onebox.worker.programs.kernels import CompiledKernel, flatten, strided_of, written_inputs
 from onebox.worker.progress import WorkerProgress
@@ -82,6 +87,9 @@ BATCH = 1000
 
 SHARED = 0.1
 """Share of calls in which a tensor lies in the memory of another one, as views of one buffer do."""
+
+RACES = 20
+"""Runs of a call while its tensors are changed."""
 
 CPU_S = 1.0
 """Time of the processor from which a call is slow; it is ended."""
@@ -423,6 +431,9 @@ class Prober:
         tensors.clear()
         return Outcome(status, results, canaries + allocator.damaged - damaged, tuple(changed), outside)
 
+    def close(self) -> None:
+        """End what it has started."""
+
     def _read(self, value: Any) -> Any:
         """Return all that a client can read of a result: also what lies between and behind the elements."""
         if not isinstance(value, Tensor):
@@ -435,6 +446,79 @@ class Prober:
             address += value.storage_offset() * value.itemsize
         layout = str(value.dtype), tuple(value.shape), value.stride(), value.storage_offset(), storage.nbytes()
         return layout, ctypes.string_at(address, size) if address else b""
+
+
+class Racer(Prober):
+    """Runs calls whose tensors another process changes meanwhile; in a child process."""
+
+    _OTHERS = (b"\xff" * 8, bytes(8), b"\0\0\0\0\0\1\0\0", b"\0\0\1\0\0\0\0\0", b"\x40" * 8, b"\1\0\0\0\0\0\0\0")
+    """Other elements: as integers -1, 0, 1, and some that are large in 4 or 8 bytes; as floats also NaN."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._arena = Arena(shared=True)
+        self._peer = Peer(self._arena.memory)
+
+    def probe(self, entry: Entry, call: Call, round_: int, variant: int) -> tuple[str, list[str]]:
+        """Run a call several times; return the status of the last, and the kinds of what is wrong."""
+        way, rng = self._ways[entry.way], random.Random(f"{call.name} {round_} {variant}")
+        at_start = (round_ + variant) % 4 == 3
+        self._allocator.fill(WORDS[0], at_start)
+        damaged, wrong, status = self._allocator.damaged, set(), "refused"
+        try:
+            for turn in range(RACES):
+                tensors = self._lend(call, at_start)
+                if turn == 0:
+                    self._peer.change(self._places(call, tensors, rng))
+                run = way.stored if turn or variant else way.first
+                status, results = self._raced(run, call, tensors, round_)
+                words = [word.to_bytes(8, "little")[:4] for word in WORDS]
+                if any(word in part for word in words for part in _bytes_in(results)):
+                    wrong.add("foreign_reads")
+                if self._arena.changed([image.data for image in call.images], frozenset())[0]:
+                    wrong.add("canaries_changed")
+                tensors.clear()
+        except MemoryError:  # no slot for one of them
+            return "refused", []
+        finally:
+            self._peer.change([])
+            LENT_STORAGES.clear()
+        if self._allocator.damaged > damaged:
+            wrong.add("canaries_changed")
+        return status, sorted(wrong)
+
+    def close(self) -> None:
+        self._peer.close()
+
+    def _lend(self, call: Call, at_start: bool) -> list[Tensor]:
+        """Return tensors in memory of the other process."""
+        tensors = self._arena.place(call.images, 0, at_start)
+        LENT_STORAGES.clear()
+        LENT_STORAGES.update(tensor.untyped_storage()._cdata for tensor in tensors)
+        return tensors
+
+    def _places(self, call: Call, tensors: Sequence[Tensor], rng: random.Random) -> list[Place]:
+        """Return some elements, of integers if there are any."""
+        sized = [number for number, image in enumerate(call.images) if image.data]
+        numbers = [number for number in sized if "float" not in call.images[number].dtype] or sized
+        places = []
+        for number in rng.sample(numbers, min(2, len(numbers))):
+            width = ITEM_BYTES[call.images[number].dtype]
+            element = rng.choice((0, -1, rng.randrange(1 << 14))) % (len(call.images[number].data) // width)
+            other = rng.choice(self._OTHERS) * 2
+            places.append(Place(self._arena.offset(tensors[number]) + element * width, other[: min(width, 8)]))
+        return places
+
+    def _raced(
+        self, run: Callable[..., list[Any]], call: Call, tensors: list[Tensor], round_: int
+    ) -> tuple[str, list[Any] | None]:
+        try:
+            made = run(call, tensors, round_)
+            return "computed", None if any(map(_outside, made)) else [self._read(one) for one in made]
+        except WireError:
+            return "refused", None
+        except Exception as error:
+            return "refused" if isinstance(error.__cause__, WireError) else "raised", None
 
 
 def _content(tensor: Tensor, size: int) -> bytes:
@@ -490,9 +574,19 @@ class Fuzzer:
         base: Sensible calls of each operator.
         seed: Of the mutations.
         patience: Crashes or slow calls of an entry after which it is left out: each costs a process.
+        racing: Whether another process changes the tensors meanwhile.
     """
 
-    def __init__(self, entries: Sequence[Entry], base: dict[str, list[Call]], seed: int, patience: int) -> None:
+    def __init__(
+        self,
+        entries: Sequence[Entry],
+        base: dict[str, list[Call]],
+        seed: int,
+        patience: int,
+        *,
+        racing: bool = False,
+    ) -> None:
+        self._racing = racing
         self._entries = entries
         self._base = base
         self._seed = seed
@@ -599,7 +693,7 @@ class Fuzzer:
         os.dup2(nowhere, 1)  # MKL prints there
         os.dup2(nowhere, 2)
         Tensor.__repr__ = lambda _: "tensor"  # errors about types print tensors
-        prober = Prober()
+        prober = Racer() if self._racing else Prober()
         _limit()
         counts = dict.fromkeys(("computed", "raised", "refused"), 0)
         told: set[tuple[str, str]] = set()
@@ -622,6 +716,7 @@ class Fuzzer:
                     told.add((kind, name))
                     os.write(findings, json.dumps([kind, text, name]).encode() + b"\n")
         signal.setitimer(signal.ITIMER_PROF, 0)
+        prober.close()
         _STATE.pack_into(self._state, 0, stop, 0, *counts.values())
 
     @property
@@ -807,6 +902,7 @@ def main() -> None:
     parser.add_argument("--patience", type=int, default=20, help="crashes or slow calls until an operator is left out")
     parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--direct", action="store_true", help="call operators without a worker's checks")
+    parser.add_argument("--racing", action="store_true", help="let another process change the tensors meanwhile")
     parser.add_argument("--examples", action="store_true", help="print an example of each fault")
     parser.add_argument("--share", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--no-database", action="store_true", help="start from calls of examples and random ones only")
@@ -834,7 +930,7 @@ def share_of(entries: Sequence[Entry], options: argparse.Namespace) -> dict[str,
     if options.round is not None:
         first = options.round * len(entries)
         numbers = range(first + options.share, first + len(entries), options.processes)
-    return fuzz(Fuzzer(entries, base, options.seed, options.patience), numbers, options.seconds)
+    return fuzz(Fuzzer(entries, base, options.seed, options.patience, racing=options.racing), numbers, options.seconds)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,8 @@ it runs, in programs as well as in eager calls; one that is not there runs as it
 
 Shapes are checked in the first call, and again when the shapes, types or strides of tensors, or other arguments, differ
 from the call before. Elements of index tensors are checked in every call. Elements that decide where a kernel reads or
-writes are in memory of this process: tensors in that of other workers are copied before.
+writes are in memory of this process, also where it checks them itself: tensors in that of other workers are copied
+before.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ _WINDOWS = frozenset({"kernel_size", "dilation", "padding", "output_padding", "p
 
 _WIDEST = 1 << 30
 
-_BY_ELEMENTS = frozenset({"index_put", "index_put_"})
-"""Operators that count elements before they write, beside those whose results have sizes that elements decide."""
+_READ_AGAIN = frozenset({"index", "indices", "mask", "sorter", "target"})
+"""Arguments whose integers an operator may check itself, or count, before it reads them again as places."""
 
 _UNDEFINED = frozenset({"attn_bias", "cum_seq_q", "cum_seq_k", "philox_seed", "philox_offset"})
 """Tensors that gradients of attention on GPUs do without if forward did."""
@@ -140,8 +141,10 @@ def guarded(operator: OpOverload, run: Run) -> Run:
     rules = rules_of(operator)
     if rules is not None:
         run = _Guard(operator, run, rules)
-    by_elements = base in _BY_ELEMENTS or torch.Tag.dynamic_output_shape in operator.tags
-    return _Owned(operator, run) if by_elements or (rules is not None and rules.elements is not None) else run
+    by_elements = torch.Tag.dynamic_output_shape in operator.tags or (rules is not None and rules.elements is not None)
+    if by_elements or any(argument.name in _READ_AGAIN for argument in operator._schema.arguments):
+        return _Owned(operator, run, floats=by_elements)
+    return run
 
 
 # ---- checks
@@ -149,28 +152,37 @@ def guarded(operator: OpOverload, run: Run) -> Run:
 
 class _Owned:
     """An operator that reads elements to find out where it reads or writes: another process must not change them
-    meanwhile, so that it gets copies of the tensors that one could change."""
+    meanwhile, so that it gets copies of the tensors that one could change.
 
-    def __init__(self, operator: OpOverload, run: Run) -> None:
+    Args:
+        operator: The operator.
+        run: An implementation.
+        floats: Whether numbers other than integers are such elements, too.
+    """
+
+    def __init__(self, operator: OpOverload, run: Run, *, floats: bool) -> None:
         arguments = operator._schema.arguments
         written = {one.name for one in arguments if one.alias_info is not None and one.alias_info.is_write}
         self._run = run
+        self._floats = floats
         self._read = [one.name not in written for one in arguments]
         self._names = {one.name for one in arguments} - written
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if LENT_STORAGES:
-            args = tuple(_own(value) if read else value for value, read in zip(args, self._read, strict=False))
-            kwargs = {name: _own(value) if name in self._names else value for name, value in kwargs.items()}
+            read = zip(args, self._read, strict=False)
+            args = tuple(_own(value, self._floats) if is_read else value for value, is_read in read)
+            kwargs = {name: _own(one, self._floats) if name in self._names else one for name, one in kwargs.items()}
         return self._run(*args, **kwargs)
 
 
-def _own(value: Any) -> Any:
-    """Return an argument with copies of tensors that are in the memory of other workers."""
+def _own(value: Any, floats: bool) -> Any:
+    """Return an argument with copies of tensors, or of those of integers, that are in the memory of other workers."""
     if isinstance(value, list | tuple):
-        return [_own(item) for item in value]
-    lent = isinstance(value, Tensor) and value.untyped_storage()._cdata in LENT_STORAGES
-    return value.clone() if lent else value
+        return [_own(item, floats) for item in value]
+    if not isinstance(value, Tensor) or (value.is_floating_point() and not floats):
+        return value
+    return value.clone() if value.untyped_storage()._cdata in LENT_STORAGES else value
 
 
 class _Guard:

@@ -261,6 +261,24 @@ def test_metadata_that_contradict_themselves_end_another_process(tmp_path):
     assert ended, "this pyarrow survives all of them"
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="nothing is forked here")
+def test_a_compression_that_there_is_not_ends_another_process(tmp_path):
+    path, bad = tmp_path / "x.parquet", tmp_path / "bad.parquet"
+    parquet.write_table(pa.table({"x": ["a", "bb"] * 30}), path, compression="snappy")
+    whole = path.read_bytes()
+    start = len(whole) - 8 - int.from_bytes(whole[-8:-4], "little")
+    errors = []
+    for place in (place for place in range(start, len(whole) - 8) if whole[place - 1 : place + 1] == b"\x15\x02"):
+        bad.write_bytes(whole[:place] + b"\x20" + whole[place + 1 :])  # of the numbers that are 1, one is Snappy's
+        try:
+            groups = RowGroups([bad], max_bytes=1 << 20)
+            for group in groups:
+                groups.load(group)
+        except DataError as error:
+            errors.append(str(error))
+    assert any("ended by SIGABRT" in error for error in errors), "this pyarrow survives it"
+
+
 def test_columns_of_one_name(tmp_path):
     table = pa.table([[1], [2]], names=["x", "x"])
     with pytest.raises(DataError, match="it has several columns called 'x'"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 import random
 import sys
 from pathlib import Path
@@ -17,8 +18,10 @@ import operator_fuzz
 from guarded_memory import Arena, Image, ordinary, span_of
 from operator_calls import Call, base_calls, random_call
 from operator_mutations import mutate
+from racing_peer import Peer, Place
 
 from onebox.wire import Items, SlotArgument
+from tests.waiting import until
 
 UNWRITTEN = "aten.empty.memory_format"
 OUTSIDE = (
@@ -40,6 +43,15 @@ SOUND = (
     "aten._softmax.default",
 )
 """Operators that check their arguments themselves."""
+
+RACED = (
+    "aten.max_pool2d_with_indices_backward.default",
+    "aten.multilabel_margin_loss_forward.default",
+    "aten.masked_scatter_backward.default",
+    "aten.index_put_.default",
+    "aten.searchsorted.Tensor",
+    "aten.gather.default",
+)
 
 FLOATS = Image("float32", (2, 3), (3, 1), bytes(range(24)))
 
@@ -68,6 +80,31 @@ def test_through_a_worker_it_finds_nothing_in_operators_that_are_sound() -> None
     assert found["calls"] == 1500
     assert found["computed"] > 400, found
     assert found["raised"] > 300, found
+
+
+@pytest.mark.long
+def test_what_another_process_changes_meanwhile_leads_nowhere() -> None:
+    """Operators that trust their indices, that check them first, and that count before they write."""
+    found = fuzzed(*RACED, calls=240, options=("--racing",))
+    assert (found["crashes"], found["canaries_changed"], found["foreign_reads"]) == (0, 0, 0), found["operators"]
+    assert found["computed"] > 50, found
+    assert found["raised"] + found["refused"] > 50, found
+
+
+def test_a_peer_changes_the_elements_that_it_is_told_and_no_others() -> None:
+    memory = mmap.mmap(-1, mmap.PAGESIZE)
+    memory[:24] = b"." * 24
+    peer = Peer(memory)
+    try:
+        peer.change([Place(8, b"12345678"), Place(20, b"1234")])
+        for part, values in ((slice(8, 16), [b"12345678", b"." * 8]), (slice(20, 24), [b"1234", b"...."])):
+            for value in values:
+                until(lambda part=part, value=value: memory[part] == value)
+        peer.change([])
+        assert memory[:24] == b"." * 24
+    finally:
+        peer.close()
+    assert memory[24:] == bytes(mmap.PAGESIZE - 24)
 
 
 @pytest.mark.parametrize("at_start", [False, True])

@@ -207,8 +207,9 @@ def _read_metadata(parquet: Any, paths: Sequence[Path], inlet: int) -> NoReturn:
             with contextlib.suppress(Exception), parquet.ParquetFile(path) as file:  # raised by the next to open it
                 for number in range(file.metadata.num_row_groups if file.schema_arrow is not None else 0):
                     group = file.metadata.row_group(number)
-                    for column in range(group.num_columns):
-                        group.column(column)
+                    for column in range(group.num_columns):  # also what the bounds of its pages are read from
+                        chunk, kind = group.column(column), file.metadata.schema.column(column)
+                        _ = chunk.compression, chunk.physical_type, kind.logical_type.type
             os.write(inlet, b".")
     finally:
         os._exit(0)
