@@ -236,6 +236,40 @@ def test_a_step_without_memory_can_be_repeated(which: str, fault: Fault) -> None
     assert_same(Outcome(losses=losses, norms=[], tensors=tensors), expected(batches()))
 
 
+@pytest.mark.parametrize("which", ["one device", "late"])
+def test_a_recovery_leaves_out_what_was_left_out_before(which: str) -> None:
+    """The batch could be trained on in the second attempt, but the script has been told that it was not."""
+    late = which == "late"
+    faults = {0: (Fault("memory", "call", 20), Fault("memory", "optimizerstep", 4))}
+    model, failed = net(), list[int]()
+    arguments = grouped(plan=layout(which), recover=True, snapshot_every=100)
+    if late:
+        arguments |= grouped(staleness=1, delay="none", warm_up=0)
+    with (
+        open_pool("cpu*2" if late else "cpu", threads=1, faults=faults) as pool,
+        onebox.Trainer(model, functional.cross_entropy, adamw(model), pool=pool, **arguments) as trainer,
+    ):
+        for batch in batches(6):
+            try:
+                float(trainer.step(*batch))
+            except DeviceMemoryError as error:
+                assert error.kept
+                failed += error.steps
+        trainer.pull()
+        assert len(trainer.recoveries) == 1
+        assert len(failed) == 1
+        assert trainer.steps_done == 5
+    reference, given = net(), batches(6)
+    if late:
+        train_late(
+            reference, functional.cross_entropy, adamw(reference), given, lambda size: [4] * (size // 4), skipped=failed
+        )
+    else:
+        kept = [batch for step, batch in enumerate(given) if step not in failed]
+        train(reference, functional.cross_entropy, adamw(reference), kept, lambda size: [4] * (size // 4))
+    torch.testing.assert_close(dict(model.named_parameters()), dict(reference.named_parameters()), rtol=0, atol=1e-10)
+
+
 @pytest.mark.parametrize("stages", [1, 2])
 def test_a_nan_under_anomaly_detection_costs_one_step_and_is_trained_on_without(stages: int, pools: Shelf) -> None:
     x_B, y_B = torch.linspace(-1, 1, 8, dtype=torch.float64)[:, None], torch.zeros(8, 1, dtype=torch.float64)

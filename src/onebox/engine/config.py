@@ -137,14 +137,8 @@ def numeric_instructions(numerics: Numerics) -> tuple[SetNumerics, ...]:
     return () if found == SetNumerics() else (found,)
 
 
-def with_anomaly_detection(numerics: Sequence[SetNumerics]) -> tuple[SetNumerics, ...]:
-    """Return the settings of a step, with a check of gradients where PyTorch's anomaly detection is on.
-
-    Args:
-        numerics: The settings of the session.
-    """
-    if not (torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()):
-        return tuple(numerics)
+def with_check_for_nan(numerics: Sequence[SetNumerics]) -> tuple[SetNumerics, ...]:
+    """Return numeric settings with which a gradient that is not a number is an error."""
     return tuple(msgspec.structs.replace(each, check_nan=True) for each in numerics or [SetNumerics()])
 
 

@@ -13,13 +13,15 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+
 from onebox.engine.adaptive.controller import AdaptiveController
 from onebox.engine.adaptive.first_steps import FirstSteps
 from onebox.engine.adaptive.measurements import step_context
 from onebox.engine.adaptive.migration import Migration, MigrationReport, check_successor
 from onebox.engine.adaptive.problem_source import problem_maker
 from onebox.engine.compile.compiler import CompiledStep
-from onebox.engine.config import steps_in_flight, with_anomaly_detection
+from onebox.engine.config import steps_in_flight, with_check_for_nan
 from onebox.engine.data.prefetch import BatchPrefetcher, UploadedBatch
 from onebox.engine.data.representative_batches import RepresentativeBatches
 from onebox.engine.install.deferred_replies import DeferredReplies
@@ -232,6 +234,7 @@ class TrainingSession:
             loss=result,
             parcel=parcel,
             changes=self._changes,
+            check_nan=torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled(),
         )
         self._changes = None
         for observer in self._observers:
@@ -269,7 +272,7 @@ class TrainingSession:
     def _note_failed(self, error: OperatorError) -> None:
         """Note that a step has failed, whoever has waited for it: it may be one before the step that was waited for."""
         if error.kept:
-            self._failed.update(error.steps)
+            self._failed.update(step for step in error.steps if 0 <= step < self.steps_done)
             self.overlap.told(error)
 
     def _prepare(self, batch: Batch, number: int) -> PreparedStep:
@@ -372,12 +375,16 @@ class TrainingSession:
         deferred = self.overlap.deferred
         changed, optimizer = self._remote.changed_options(work.options), self._remote.optimizer_number
         check = settings.check_every and (work.number + 1) % settings.check_every == 0
-        numerics, answers = with_anomaly_detection(settings.numerics), {}
+        checked = work.check_nan or (before is not None and before.work.check_nan)
+        numerics = with_check_for_nan(settings.numerics) if checked else settings.numerics
+        void, answers = work.number in self._failed, {}  # in a recovery: it was left out, though it could be done now
         with self.uploads.bringing(work.batch, compiled, work.parcel) as parts, self._pool.order:
             beside = {worker: self.uploads.beside_bytes(worker) for worker in compiled.routines}
             for worker, routine in compiled.of(window).items():
                 part = parts[worker]
-                run = Run(routine.number, part.bindings, work.number, settings.seed, changed, settings.trace, optimizer)
+                run = Run(
+                    routine.number, part.bindings, work.number, settings.seed, changed, settings.trace, optimizer, void
+                )
                 asks = [ask for _, ask in checks.get(worker, ())] if check else []
                 message = [*part.instructions, *numerics, run, *asks]
                 answers[worker] = self._pool.post(worker, message, part.frames, answer=True)

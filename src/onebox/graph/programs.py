@@ -86,8 +86,10 @@ class NamedProgram:
     nodes: tuple[fx.Node, ...] = field(default=(), compare=False, repr=False)
 
     def node(self, operator: str, count: int) -> fx.Node | None:
-        """Return the node of an operator, given its name and the number of such operators up to it, if there is one."""
+        """Return the node of an operator, given its name and the number of such operators up to it, if it is known."""
         alike = [node for node in self.nodes if str(runs_as(node.target)) == operator]
+        if len(alike) != sum(each.name == operator for each in self.program.operators):  # some are of no node
+            return None
         return alike[count - 1] if 0 < count <= len(alike) else None
 
     def specs(self) -> dict[Port, TensorSpec]:

@@ -106,6 +106,12 @@ class RecoveryManager(Supervisor, StepObserver):
         """True if the run could recover from a loss now."""
         return self._snapshots is not None and self._snapshots.recoverable
 
+    @property
+    def _advice(self) -> str:
+        if self._snapshots is None:
+            return ". A trainer with recovery=onebox.Recovery() goes back to its last snapshot, once"
+        return "; the steps since the last snapshot have been repeated once" if self._tries else ""
+
     # ---- the way in
 
     def run(self, action: Callable[[], _T], *, void: bool = False) -> _T:
@@ -285,7 +291,7 @@ class RecoveryManager(Supervisor, StepObserver):
 
 
 def _wait_for(futures: Sequence[Future[WorkerReply]]) -> None:
-    """Wait for a repeated step; one that failed before fails again, and changes nothing."""
+    """Wait for a repeated step; one that fails again, before anybody was told that it had failed, changes nothing."""
     try:
         raise_first(futures)
     except OperatorError as error:

@@ -262,8 +262,9 @@ class RecoveryRecord:
     exact: bool = True
 
     def __str__(self) -> str:
-        parted = "a group of workers fell apart" if self.failure.startswith("PeerLost") else "an operator failed"
-        found = [f"lost {_workers(self.lost)}" if self.lost else parted]
+        operator = self.failure.startswith(("OperatorError", "DeviceMemoryError"))
+        otherwise = "an operator failed" if operator else "a group of workers fell apart"
+        found = [f"lost {_workers(self.lost)}" if self.lost else otherwise]
         found += [f"started {_workers(self.replaced)} again"] if self.replaced else []
         found += [f"{_workers(self.gone)} gone"] if self.gone else []
         found += [f"new plan: {self.plan}"] if self.plan else []

@@ -74,13 +74,17 @@ class Supervisor:
             if isinstance(error, OperatorError):
                 error.add(
                     "weights, the optimizer's state and buffers on the devices may be those after the step in part, so "
-                    f"that this trainer cannot go on: resume from {self._resumable}. A trainer with "
-                    "recovery=onebox.Recovery() goes back to its last snapshot, once"
+                    f"that this trainer cannot go on: resume from {self._resumable}{self._advice}"
                 )
 
     def saved(self, checkpoint: Path) -> None:
         """Record that a checkpoint has been written, for the errors that refer to it."""
         self.checkpoint = checkpoint
+
+    @property
+    def _advice(self) -> str:
+        """What would have helped after a failed operator, for errors."""
+        return ""
 
     @property
     def _resumable(self) -> str:

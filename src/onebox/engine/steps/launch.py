@@ -30,6 +30,7 @@ class StepRequest:
         loss: The loss object returned to the user.
         parcel: The upload of the batch, if it was uploaded ahead.
         changes: User changes of the state before it.
+        check_nan: Whether a gradient that is not a number fails it: PyTorch's anomaly detection was on.
     """
 
     number: int
@@ -38,6 +39,7 @@ class StepRequest:
     loss: StepLoss
     parcel: BatchTransfer | None = None
     changes: StateChanges | None = None
+    check_nan: bool = False
 
     @property
     def size_bytes(self) -> int:

@@ -202,6 +202,7 @@ class MeanLossCheck:
                 reduction = "; loss_reduction says what it is"
                 _LOG.warning(_UNKNOWN, "the loss is a mean over samples", reduction, str(error).splitlines()[0])
                 if isinstance(error, OperatorError) and not ready.plan.whole:
+                    error.steps = ()  # no step of the run has failed
                     raise  # unblocks the threads that wait for the result
                 break
             if compared is not None:

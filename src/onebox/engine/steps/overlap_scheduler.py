@@ -12,6 +12,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 
 from onebox.engine.compile.update.async_window import Window
+from onebox.engine.config import with_check_for_nan
 from onebox.engine.install.deferred_replies import DeferredReplies, RetiredGroups
 from onebox.engine.partition.sharding_spec import Members
 from onebox.engine.partition.weight_versions import WeightVersions, weight_versions
@@ -187,10 +188,11 @@ class OverlapScheduler(StepObserver):
             return
         settings, step = self._settings, open_.work.number
         traced = self._drained(open_)
+        numerics = with_check_for_nan(settings.numerics) if open_.work.check_nan else settings.numerics
         futures = []
         for worker, routine in open_.prepared.compiled.of("drain").items():
             run = Run(routine.number, (), step + 1, settings.seed, (), settings.trace)
-            futures.append(self._pool.post(worker, [*settings.numerics, run], answer=True))
+            futures.append(self._pool.post(worker, [*numerics, run], answer=True))
         self.defer(DeferredReplies(futures, functools.partial(self._take, open_, traced)))
 
     def defer(self, asked: DeferredReplies) -> None:

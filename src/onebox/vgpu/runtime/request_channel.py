@@ -147,8 +147,8 @@ class Failed(NamedTuple):
 class InFlight:
     """The messages in flight to one worker, which replies in order; for one thread at a time.
 
-    A worker sends a failure as soon as it occurs and then executes the rest of the message. So the reply to a failed
-    message does not show that the message has been executed; the next reply does.
+    A worker sends a failure as soon as it occurs, or at the end of its routine, and then executes the rest of the
+    message. So the reply to a failed message does not show that the message has been executed; the next reply does.
 
     Args:
         errors: What the script has been told of.

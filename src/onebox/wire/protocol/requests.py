@@ -120,6 +120,7 @@ class Run(Message, frozen=True, tag="run"):
             posted. With Gloo and NCCL, a ``Receive`` ends when it is read, and a ``Send`` when it is handed to the
             library. Times of a GPU are those at which it reaches the instruction's place in its work, within tens of
             microseconds, however far the host is ahead; a ``Receive`` there ends when its reader may read it.
+        void: Whether this worker objects to the step: nothing is computed for it, and no worker applies it.
     """
 
     routine: int
@@ -129,6 +130,7 @@ class Run(Message, frozen=True, tag="run"):
     options: tuple[Options, ...] = ()
     trace: bool = False
     optimizer: int = 0
+    void: bool = False
 
 
 class SetNumerics(Message, frozen=True, tag="numerics"):

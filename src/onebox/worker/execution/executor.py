@@ -93,7 +93,7 @@ class Executor:
     Args:
         device: Device of the tensors.
         channel: The channel to the client, for groups.
-        report: Called with each failure, at once and before groups are left.
+        report: Called with each failure, before groups are left; with those for a vote at the end of their routine.
         quota_bytes: Most bytes of buffers; 0 for no limit.
         faults: Faults to inject, for tests.
         between: Called between the instructions of a routine on an asynchronous device, to send replies that have
@@ -376,7 +376,7 @@ class Executor:
         return []
 
     def _object(self, instruction: Instruction, failure: WorkerFailure, resolve: Resolve) -> bool:
-        """Leave a failure to the vote on its step, if there is one, with zeros for other workers and what follows."""
+        """Leave a failure to the vote on its step, if there is one, with stand-ins for what it would have made."""
         try:
             objects = self._votes.objects(instruction, failure, resolve)
             if objects and isinstance(instruction, Communication):
@@ -458,6 +458,8 @@ class Executor:
         elif isinstance(what, Routine):
             if any(reference < -what.bindings for step in what.steps for reference in references(step)):
                 raise WireError(f"a routine refers to more than its {what.bindings} bindings")
+            if any(getattr(step, "age", 0) < 0 for step in what.steps):
+                raise WireError("an age below 0; allowed is 0 or more steps before the run's step")
             self._definitions[define.number] = what
         elif isinstance(what, KernelSpec | BlockSpec | GeneratorSpec):
             self._definitions[define.number] = self._eager.define(define.number, what)

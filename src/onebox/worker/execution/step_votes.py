@@ -71,6 +71,8 @@ class StepVotes:
             for table in (self._failed, self._votes):
                 for key in [key for key in table if key[0] == optimizer and not 0 < run.step - key[1] <= _KEPT]:
                     del table[key]
+            if run.void:
+                self._failed[optimizer, run.step] = WorkerFailure("operator", "run", "the step is left out")
             self._known = frozenset(self._failed)
 
     def end(self) -> WorkerFailure | None:
@@ -118,8 +120,9 @@ class StepVotes:
                 self._blank(map(resolve, instruction.buffers))
             case Receive():
                 pass
-        self._failed.setdefault(step, failure)
-        self._new = self._new or failure
+        if step not in self._failed:
+            self._failed[step] = failure
+            self._new = self._new or failure
         return True
 
     def _stand_in(self, call: Call, resolve: Resolve) -> bool:

@@ -10,7 +10,7 @@ import torch
 from onebox.graph import add_all
 from onebox.wire import Many, Operator, Program, SlotArgument, TensorSpec, from_frame, spec_of, to_frame, with_deaths
 from onebox.wire.protocol.groups import FormGroup, LeaveGroup, Reduced, Rendezvous, TicketCancelled
-from onebox.wire.protocol.instructions import Ask, Call, Free, Get, OptimizerStep, Receive, Reduce, Send
+from onebox.wire.protocol.instructions import Ask, Call, Free, Get, OptimizerStep, Receive, Reduce, Send, Vote
 from onebox.wire.protocol.requests import Define, FreeRange, OptimizerSpec, Put, Routine, Run, Shutdown
 from onebox.wire.protocol.responses import Digest, OptimizerState, Scalars, WorkerMemory
 from onebox.wire.protocol.snapshots import Fill, Read, Remembered, Snapshot, StateEntry, Take, Write
@@ -619,3 +619,22 @@ def test_the_buffers_and_definitions_of_a_range_are_freed(rig: Rig) -> None:
 def test_a_range_in_which_nothing_is_can_be_freed(rig: Rig) -> None:
     rig.do(FreeRange(1000, 2000), FreeRange(5, 5))
     assert rig.failures == [] and torch.equal(rig.get(1), X)
+
+
+@pytest.mark.parametrize(
+    "step",
+    [Call(100, (1,), (2,), age=-1), Reduce((1,), 1, age=-4), Send(1, 1, 0, age=-1), Receive(2, SPEC, 1, 0, age=-1)],
+)
+def test_a_routine_is_of_this_step_or_earlier_ones(rig: Rig, step: Call | Reduce | Send | Receive) -> None:
+    rig.do(Define(50, Routine((step,), 0)))
+    assert "an age below 0" in rig.failures[-1].message
+
+
+def test_a_void_run_computes_nothing(rig: Rig) -> None:
+    """Stand-ins take the place of what its calls would return, and its vote is an objection."""
+    rig.do(Define(50, Routine((Call(100, (1,), (2,)), Vote(7)), 0, optimizer=7)))
+    rig.do(Run(50, step=3))
+    assert torch.equal(rig.get(2), X.relu())
+    rig.do(Run(50, step=4, void=True))
+    assert rig.get(2).isnan().all()
+    assert rig.failures == []
