@@ -68,12 +68,13 @@ class Traffic:
     def instructions(self) -> list[dict[str, Any]]:
         """Return for each worker how many instructions it was sent, and their hash, whatever message each was in.
 
-        What is freed is left out: on virtual devices it goes with the next message, or with one of its own after a
-        while.
+        What is freed is left out, as on virtual devices it goes with the next message, or with one of its own after a
+        while; and so is what each message begins with there, which numbers them.
         """
+        apart = ("free", "stream")
         found = []
         for worker in self.messages():
-            every = [one for frames in worker for one in msgspec.msgpack.decode(frames[0])[2] if one[0] != "free"]
+            every = [one for frames in worker for one in msgspec.msgpack.decode(frames[0])[2] if one[0] not in apart]
             digest = hashlib.sha256(msgspec.msgpack.encode(every))
             for frames in worker:
                 for frame in frames[1:]:
