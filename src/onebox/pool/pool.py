@@ -661,12 +661,18 @@ class Pool:
             return
         self._closed = True
         atexit.unregister(self.close)
-        for call in self.closing:
-            call()
-        self._reclaimer.stop()
+        with contextlib.ExitStack() as last_first:  # each is called, whatever others raise
+            last_first.callback(self._reclaimer.close)
+            for source in reversed(self._sources):
+                last_first.callback(source.close)
+            last_first.callback(self._end_workers)
+            last_first.callback(self._reclaimer.stop)
+            for call in reversed(self.closing):
+                last_first.callback(call)
+
+    def _end_workers(self) -> None:
         broken = self._client_loop.broken is not None
-        self._client_loop.stop(Shutdown())
-        end_all(self._handles, grace_s=0.0 if broken else 2.0)
-        for source in self._sources:
-            source.close()
-        self._reclaimer.close()
+        try:
+            self._client_loop.stop(Shutdown())
+        finally:
+            end_all(self._handles, grace_s=0.0 if broken else 2.0)

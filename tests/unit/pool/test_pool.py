@@ -218,6 +218,23 @@ def test_opening_and_closing_leaves_nothing(open_pool: OpenPool) -> None:
             open_pool(workers).close()
 
 
+def test_a_callback_that_fails_does_not_keep_a_pool_open(open_pool: OpenPool) -> None:
+    open_pool(1).close()
+    called: list[str] = []
+
+    def fail() -> None:
+        raise BrokenPipeError("of the callback")
+
+    with nothing_left():
+        pool = open_pool(1)
+        pool.closing[:0] = [fail, lambda: called.append("second")]
+        with pytest.raises(BrokenPipeError, match="of the callback"):
+            pool.close()
+    assert called == ["second"]
+    with pytest.raises(PoolError, match="closed"):
+        pool.post(0, [])
+
+
 @pytest.mark.parametrize("memory", [0, -5, "0", "much", [], {}, True, {"0": 5}, {-1: 5}, [5, 5], {1: 5}])
 def test_budgets_that_cannot_be_are_refused(open_pool: OpenPool, memory: Any) -> None:
     with pytest.raises(UsageError, match="memory"):

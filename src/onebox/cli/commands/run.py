@@ -82,6 +82,12 @@ def _tell_unused(pool: Pool, server: PoolServer | None) -> None:
     """
     used = used_devices(pool) | (set() if server is None else server.used)
     if line := "" if "onebox.engine.trainer" in sys.modules else unused_line(len(pool), used):
+        _print_last(line)
+
+
+def _print_last(line: str) -> None:
+    """Print a line as a script ends, unless its stderr is closed: what follows releases the devices."""
+    with contextlib.suppress(OSError, ValueError):
         print(f"onebox: {line}", file=sys.stderr, flush=True)
 
 
@@ -281,7 +287,7 @@ def _end_signals(pool: Pool, within_s: float) -> Iterator[None]:
 
 def _end_process(pool: Pool, number: int) -> None:
     try:
-        print(f"onebox: {_Ended(number)}: it did not end by itself", file=sys.stderr, flush=True)
+        _print_last(f"{_Ended(number)}: it did not end by itself")
         pool.close()
     finally:
         os._exit(exit_status(number))

@@ -13,7 +13,7 @@ import math
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -101,7 +101,7 @@ class FailedCall:
     def refused_by_pytorch(self, error: BaseException) -> str | None:
         """Return why plain PyTorch refuses the call, too, whatever the values are; ``None`` where it may not.
 
-        The call is made again, on zeros of the same types and shapes.
+        The call is made again, on zeros of the same types and shapes; first without memory, for the size of its result.
 
         Args:
             error: The exception that ended the trace.
@@ -109,18 +109,25 @@ class FailedCall:
         cause: BaseException | None = error
         while cause is not None and cause is not self._error:
             cause = cause.__cause__
-        tensors = [value for value in pytree.tree_leaves(self._given) if isinstance(value, _Like)]
-        many = sum(math.prod(each.shape) for each in tensors) > _MOST_ZEROS
-        if cause is None or many or not resolve_name(self._func):
+        if cause is None or not resolve_name(self._func):
             return None
-        args, kwargs = pytree.tree_map(_zeros, self._given)
         try:
-            autocast = torch.autocast("cpu", torch.bfloat16, enabled=self._autocast)
-            with torch.random.fork_rng(devices=()), warnings.catch_warnings(action="ignore"), autocast:
-                self._func(*args, **kwargs)
-        except (torch.linalg.LinAlgError, NotImplementedError):  # because of the zeros, or of this PyTorch
+            given = pytree.tree_map(_sized, self._given)
+        except Exception:  # a size that depends on values
+            return None
+        tensors = [value for value in pytree.tree_leaves(given) if isinstance(value, _Like)]
+        if _elements(tensors) > _MOST_ZEROS:
+            return None
+        try:
+            with suppress(Exception), torch.device("meta"):
+                if _elements(pytree.tree_leaves(self._again(given, "meta"))) > _MOST_ZEROS:
+                    return None
+            self._again(given, "cpu")
+        except (torch.linalg.LinAlgError, NotImplementedError, MemoryError):  # because of the zeros, or of this machine
             return None
         except Exception as refused:
+            if "DefaultCPUAllocator" in str(refused):  # a lack of memory, too
+                return None
             said = next((line for line in str(refused).splitlines() if line.strip()), type(refused).__name__)
             hint = f"; {_CLASSES}" if self._func in _CLASS_LOSSES else ""
             return (
@@ -128,24 +135,44 @@ class FailedCall:
             )
         return None
 
+    def _again(self, given: Any, device: str) -> Any:
+        """Make the call on zeros of a device; global random numbers stay as they are."""
+        args, kwargs = pytree.tree_map(functools.partial(_zeros, device), given)
+        autocast = torch.autocast("cpu", torch.bfloat16, enabled=self._autocast)
+        with torch.random.fork_rng(devices=()), warnings.catch_warnings(action="ignore"), autocast:
+            return self._func(*args, **kwargs)
+
 
 @dataclass(frozen=True)
 class _Like:
-    """The type and shape of a tensor."""
+    """The type and shape of a tensor; sizes may be symbols, whose conversion would bind a trace to them."""
 
     dtype: torch.dtype
-    shape: tuple[int, ...]
+    shape: tuple[int | torch.SymInt, ...]
 
     def __str__(self) -> str:
         return f"{str(self.dtype).removeprefix('torch.')} {list(self.shape)}"
 
 
 def _like(value: Any) -> Any:
-    return _Like(value.dtype, tuple(map(int, value.shape))) if isinstance(value, Tensor) else value
+    return _Like(value.dtype, tuple(value.shape)) if isinstance(value, Tensor) else value
 
 
-def _zeros(value: Any) -> Any:
-    return torch.zeros(value.shape, dtype=value.dtype) if isinstance(value, _Like) else value
+def _sized(value: Any) -> Any:
+    """Return an argument with numbers in place of symbols."""
+    if isinstance(value, _Like):
+        return _Like(value.dtype, tuple(map(int, value.shape)))
+    return int(value) if isinstance(value, torch.SymInt) else value
+
+
+def _zeros(device: str, value: Any) -> Any:
+    if isinstance(value, torch.Generator):  # not the user's, whose state would change
+        return torch.Generator()
+    return torch.zeros(value.shape, dtype=value.dtype, device=device) if isinstance(value, _Like) else value
+
+
+def _elements(values: Sequence[Any]) -> int:
+    return sum(math.prod(map(int, each.shape)) for each in values if isinstance(each, _Like | Tensor))
 
 
 def _explicit(func: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, ...]:

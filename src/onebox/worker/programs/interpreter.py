@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator as op
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -43,6 +44,9 @@ _dtype = op.attrgetter("dtype")
 _VIEWS = ("aten.view.default", "aten._unsafe_view.default")
 
 _FORMATS = (torch.contiguous_format, torch.channels_last)
+
+_STRIDES = re.compile("strid|contiguous", re.IGNORECASE)
+"""In the messages of kernels that refuse strides."""
 
 Seed = Callable[[int], None]
 """Seeds the device's random numbers for the random operator at a position."""
@@ -191,7 +195,7 @@ class CompiledProgram:
         # what a rule about arguments refuses stays refused, whatever its strides; where memory lacks, copies take more
         refused = not isinstance(error, WireError) and not lacks_memory(error)
         if refused and not all(tensor.is_contiguous() for tensor in _tensors(args)):
-            tries = [Tensor.reshape] if name in _VIEWS else _contiguous_first(call)
+            tries = [Tensor.reshape] if name in _VIEWS else _contiguous_first(call, _tensors(args))
         for again in tries:
             try:
                 if position >= 0:
@@ -203,7 +207,7 @@ class CompiledProgram:
                         registers[slot] = tensor
             except Exception as failed:
                 if lacks_memory(failed):
-                    error = failed
+                    error = failed if _STRIDES.search(str(error)) else error
                     break
             else:
                 self._code[number] = again, pick, keywords, outs, dies, position
@@ -304,9 +308,11 @@ def _tensors(arguments: Sequence[Any]) -> list[Tensor]:
     ]
 
 
-def _contiguous_first(call: Callable[..., Any]) -> list[Callable[..., Any]]:
+def _contiguous_first(call: Callable[..., Any], tensors: Sequence[Tensor]) -> list[Callable[..., Any]]:
     """Return an operator that makes its tensors contiguous; first one that leaves them expanded, which takes less."""
-    return [functools.partial(_with_each, way, call) for way in (_dense, Tensor.contiguous)]
+    expanded = any(0 in tensor.stride() for tensor in tensors)
+    ways = (_dense, Tensor.contiguous) if expanded else (_dense,)
+    return [functools.partial(_with_each, way, call) for way in ways]
 
 
 def _with_each(way: Callable[[Tensor], Tensor], call: Callable[..., Any], *args: Any, **keywords: Any) -> Any:

@@ -12,6 +12,7 @@ before.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -141,10 +142,17 @@ def guarded(operator: OpOverload, run: Run) -> Run:
     rules = rules_of(operator)
     if rules is not None:
         run = _Guard(operator, run, rules)
-    by_elements = torch.Tag.dynamic_output_shape in operator.tags or (rules is not None and rules.elements is not None)
+    by_elements = _counts(operator) or (rules is not None and rules.elements is not None)
     if by_elements or any(argument.name in _READ_AGAIN for argument in operator._schema.arguments):
         return _Owned(operator, run, floats=by_elements)
     return run
+
+
+@functools.cache
+def _counts(operator: OpOverload) -> bool:
+    """Return whether the shapes of an operator's results depend on elements; overloads with ``out=`` lack the tag."""
+    packet = operator._overloadpacket
+    return any(torch.Tag.dynamic_output_shape in getattr(packet, name).tags for name in packet.overloads())
 
 
 # ---- checks

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from onebox.cli.commands.run import _arguments, _status_of
+from onebox.cli.commands.run import _arguments, _status_of, _tell_unused
 from onebox.errors import UsageError
 
 
@@ -52,6 +55,19 @@ def test_a_hook_of_the_script_sees_its_error(monkeypatch: pytest.MonkeyPatch) ->
     error = ValueError("wrong")
     assert _status_of(raising(error)) == 1
     assert seen == [error]
+
+
+@pytest.mark.parametrize("closed", [False, True])
+def test_devices_without_work_are_named_where_stderr_is_open(closed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "onebox.engine.trainer", raising=False)
+    stderr = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", stderr)
+    if closed:
+        stderr.close()
+    pool: Any = range(2)
+    server: Any = SimpleNamespace(used={0})
+    _tell_unused(pool, server)
+    assert closed or "cuda:1 had no work" in stderr.getvalue()
 
 
 def test_ctrl_c_is_pythons_own_while_a_script_runs() -> None:

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from onebox.errors import CaptureError
 from onebox.graph import Port, TracedModel
 from onebox.graph.capture.export import capture
+from onebox.graph.capture.traced_calls import FailedCall
 from tests.unit.graph.staged import order_of, run, trace
 
 SHARE = 0.375
@@ -331,3 +332,40 @@ def test_ctc_is_refused_with_the_way_out() -> None:
     ) as caught:
         capture(nn.Linear(4, 2), loss, (torch.ones(3, 4), torch.ones(3, 2, dtype=torch.long)))
     assert "torch.where" not in str(caught.value)
+
+
+# ---- calls that fail
+
+
+def test_a_failed_call_that_the_model_catches_leaves_sizes_open() -> None:
+    class Trying(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            try:
+                return torch.mm(x, torch.ones(5, 2))
+            except RuntimeError:
+                return super().forward(x)
+
+    def example(size: int) -> tuple[Tensor, Tensor]:
+        return torch.ones(size, 4), torch.zeros(size, 2)
+
+    symbolic = capture(Trying(4, 2), mse_loss, example(6), varying={0: frozenset({0}), 1: frozenset({0})})
+    assert not symbolic.of_one_size
+    assert symbolic.sized(list(example(9))) is not None
+
+
+def again(func: Callable[..., Any], *args: Any, **kwargs: Any) -> str | None:
+    error = RuntimeError("the trace's own")
+    return FailedCall(error, func, args, kwargs).refused_by_pytorch(error)
+
+
+def test_a_call_is_not_made_again_whose_result_is_too_large() -> None:
+    assert again(torch.matmul, torch.empty(1 << 22, 1), torch.empty(1, 1 << 22)) is None
+    assert again(torch.full, (1 << 45,), 1.0, device="cpu") is None
+    assert "mat1 and mat2" in str(again(torch.matmul, torch.empty(2, 3), torch.empty(2, 3)))
+
+
+def test_a_call_that_is_made_again_leaves_generators_alone() -> None:
+    generator = torch.Generator()
+    before = generator.get_state()
+    assert again(torch.bernoulli, torch.empty(3), generator=generator) is None
+    assert torch.equal(generator.get_state(), before)

@@ -383,6 +383,25 @@ def test_a_lack_of_memory_for_contiguous_tensors_is_reported_as_such() -> None:
     assert describe_failure(caught.value, "a step").kind == "memory"
 
 
+def test_a_lack_of_memory_for_contiguous_tensors_hides_no_other_error() -> None:
+    specs = tuple(TensorSpec("float64", shape) for shape in ((2, 1 << 44), (3, 2)))
+    product = Operator(
+        "aten.mm.default", (SlotArgument(0), SlotArgument(1)), {}, (2,), (TensorSpec("float64", (2, 2)),)
+    )
+    tape = CompiledProgram(Program(specs, (product,), (2,), 3), CPU)
+    with pytest.raises(OperatorFailed) as caught:
+        tape.run([torch.ones(2, 1).double().expand(2, 1 << 44), torch.ones(3, 2).double()], no_seed, WorkerProgress())
+    assert "shapes cannot be multiplied" in str(caught.value.__cause__)
+
+
+def test_an_operator_that_fails_for_another_reason_runs_at_most_twice() -> None:
+    draw = Operator("aten.bernoulli.p", (SlotArgument(0), 2.0), {}, (1,), (SPEC,), position=0)
+    seeds: list[int] = []
+    with pytest.raises(OperatorFailed):
+        CompiledProgram(program(draw), CPU).run([TURNED], seeds.append, WorkerProgress())
+    assert len(seeds) == 2
+
+
 def test_a_rule_about_strides_is_not_avoided_by_contiguous_tensors() -> None:
     distances = program(
         Operator("aten._pdist_forward.default", (SlotArgument(0), 2.0), {}, (1,), (TensorSpec("float64", (1,)),))

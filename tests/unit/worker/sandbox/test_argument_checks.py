@@ -1223,6 +1223,8 @@ def test_what_reads_elements_to_find_memory_has_them_in_its_own() -> None:
     names = {"index", "indices", "mask", "sorter", "target"}
     for operator in made:
         rules = rules_of(operator)
-        leads = torch.Tag.dynamic_output_shape in operator.tags or (rules is not None and rules.elements is not None)
+        packet = operator._overloadpacket
+        leads = any(torch.Tag.dynamic_output_shape in getattr(packet, one).tags for one in packet.overloads())
+        leads |= rules is not None and rules.elements is not None
         leads |= not names.isdisjoint(argument.name for argument in operator._schema.arguments)
         assert (type(guarded(operator, operator)).__name__ == "_Owned") == leads, operator
