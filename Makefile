@@ -6,7 +6,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --quiet --disable-pip-version-check
 
-# Of hypothesis, for the long tier: long (random examples) or repeatable (as many, the same each time).
+# Of hypothesis, for the long tier: long (random examples) or repeatable (half as many, the same each time).
 PROFILE ?= long
 LONG = -m "long or hypothesis" --hypothesis-profile $(PROFILE)
 TOGETHER = -q --numprocesses auto --dist loadfile --no-loadscope-reorder

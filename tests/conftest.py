@@ -31,7 +31,7 @@ from tests.transfer_order import check_every_lowering
 
 settings.register_profile("short", deadline=None, derandomize=True, max_examples=25)
 settings.register_profile("long", deadline=None, derandomize=False, max_examples=100)
-settings.register_profile("repeatable", deadline=None, derandomize=True, max_examples=100)
+settings.register_profile("repeatable", deadline=None, derandomize=True, max_examples=50)
 settings.load_profile("short")  # --hypothesis-profile, where it is given, is loaded later
 
 TOGETHER = {

@@ -167,6 +167,7 @@ def test_an_interrupt_while_the_workers_start(tmp_path: Path) -> None:
 def test_a_worker_that_dies_is_one_message_and_the_checkpoint_is_whole(tmp_path: Path) -> None:
     with running(["train", *ENDLESS, "--run", "run"], tmp_path) as process:
         read_until(process, r"epoch 2/")
+        until(lambda: saves(tmp_path / "run" / "checkpoint"))  # which is written beside the steps
         workers = workers_of(process)
         workers[0].kill()
         said = end(process)
