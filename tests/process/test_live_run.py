@@ -94,6 +94,7 @@ def test_details_that_fail_leave_the_rest_and_are_not_made_at_once_again(
         for step in (1, 2, 3):
             found = steps(trainer, live, 1)
             assert found.run is not None and found.run.step == step and found.plan is not None
+        trainer.pull()
     assert len(made) == 1
     assert [each.getMessage() for each in caplog.records if each.levelname == "WARNING" and each.name == "onebox"] == [
         "the details of steps cannot be shown: ValueError('a detail')"
