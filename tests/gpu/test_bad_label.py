@@ -16,7 +16,7 @@ pytestmark = pytest.mark.gpu
 
 CLASSES = 3
 
-MANY = 20_000
+MANY = 40_000
 """Samples of a batch whose labels are too many to be looked at before the step."""
 
 
