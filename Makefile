@@ -8,7 +8,7 @@ PIP    := $(BIN)/python -m pip --quiet --disable-pip-version-check
 
 # Of hypothesis, for the long tier: long (random examples) or repeatable (half as many, the same each time).
 PROFILE ?= long
-LONG = -m "long or hypothesis" --hypothesis-profile $(PROFILE)
+LONG = -m "(long or hypothesis) and not soak" --hypothesis-profile $(PROFILE)
 TOGETHER = -q --numprocesses auto --dist loadfile --no-loadscope-reorder
 
 .PHONY: demo test test-all net browser gpu lint docs figures package compose-check bench soak clean
@@ -61,6 +61,7 @@ bench: $(VENV)/.stamp-test
 soak: $(VENV)/.stamp-test
 	$(BIN)/python benchmarks/soak.py
 	$(BIN)/python benchmarks/aliasing.py --programs 20000
+	$(BIN)/pytest $(TOGETHER) -m soak
 
 # The pictures of README and docs, from recorded values.
 figures: $(VENV)/.stamp-test

@@ -6,7 +6,8 @@ others. A test belongs to the long tier by one of two marks:
 - ``long``: a benchmark, a network of several machines, a whole cluster, or one more case of what another test covers.
 - ``sample(n)``: of the cases of a parametrized test ``n``, evenly spread, are in the short tier and the others in the
   long one. On a module it holds for each of its tests. Tests in ``tests/process`` have a sample without saying so: one
-  case and a tenth of all; ``short`` keeps all.
+  case and a tenth of all; ``short`` keeps all. With ``sample(n, m)`` about ``m`` are in the two tiers together, and the
+  others are tried by ``make soak`` alone.
 
 Every kind of behaviour has a case in the short tier; pairs of settings of training runs meet in
 ``tests/process/test_covering_array.py``. Tests by hypothesis run in both tiers, with other examples: in the short one
@@ -134,10 +135,12 @@ def mark_long(items: Sequence[pytest.Item]) -> None:
             cases[item.nodeid.partition("[")[0]].append(item)
     for of_one_test in cases.values():
         count, mark = len(of_one_test), of_one_test[0].get_closest_marker("sample")
-        kept = mark.args[0] if mark else 1 + count // 10
+        kept, tried = (*mark.args, count)[:2] if mark else (1 + count // 10, count)
         for place, item in enumerate(of_one_test):
             if place * kept % count >= kept:
                 item.add_marker("long")
+                if place * tried % count >= tried:
+                    item.add_marker("soak")
 
 
 def properties(item: pytest.Item) -> Iterator[Any]:

@@ -138,7 +138,7 @@ def by_programs(model: nn.Module) -> list[Tensor | None]:
     return [given[Port("result", 0)], *(given.get(Port("gradient", name)) for name in names)]
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(5, 100)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", OPERATORS)
 def test_programs_compute_what_pytorch_computes_whatever_the_layout(name: str) -> None:
@@ -225,7 +225,7 @@ def strides(made: Any) -> list[tuple[int, ...]]:
     ]
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(5, 100)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", OPERATORS)
 def test_results_lie_as_in_the_trace_where_the_lowering_relies_on_it(name: str) -> None:
