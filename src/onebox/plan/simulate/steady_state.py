@@ -154,7 +154,7 @@ class _Run:
 
     def _place(self, device: int, row: Sequence[Action]) -> int:
         """Return the place in a window before which the weights are updated."""
-        if any(self.sums.replicated[stage] for stage in self.held[device]):
+        if len(self.instance.devices) > 1:  # it waits for the vote of all
             return len(row)
         return 1 + max((place for place, action in enumerate(row) if action.micro_batch < 0), default=-1)
 

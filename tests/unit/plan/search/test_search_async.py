@@ -38,8 +38,12 @@ SHAPES = [(3, 2), (5, 2), (6, 2), (4, 3), (5, 3), (6, 3), (4, 4)]
 
 
 def late(problem: Problem) -> Problem:
-    """Return a problem with the asynchronous schedule as the only one."""
-    return replace(problem, schedules=(ASYNC,), staleness=1)
+    """Return a problem with the asynchronous schedule as the only one, with room for what that holds twice."""
+    devices = [
+        each if each.capacity_bytes is None else replace(each, capacity_bytes=each.capacity_bytes * 3 // 2)
+        for each in problem.devices
+    ]
+    return replace(problem, devices=tuple(devices), schedules=(ASYNC,), staleness=1)
 
 
 def check(problem: Problem, result: SearchResult) -> None:
