@@ -28,6 +28,7 @@ from onebox.worker.sandbox.argument_checks import guarded
 from tests.unit.graph.staged import trace
 
 _PROFILE = settings.get_current_profile_name()
+from torch.testing._internal import common_methods_invocations  # noqa: E402
 from torch.testing._internal.common_methods_invocations import op_db  # noqa: E402
 
 settings.load_profile(_PROFILE)  # PyTorch's import loads one of its own, for all tests of this process
@@ -58,6 +59,12 @@ LAYOUTS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "sliced": lambda x: torch.cat([x, x], -1)[..., : x.shape[-1]] if x.dim() else x,
     "expanded": lambda x: x[:1].expand(x.shape) if x.dim() and len(x) else x,
 }
+
+
+@pytest.fixture(autouse=True)
+def unseeded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let random operators of the database draw other numbers with another seed, by which they are told."""
+    monkeypatch.setattr(common_methods_invocations, "wrapper_set_seed", lambda op, *args, **kwargs: op(*args, **kwargs))
 
 
 def samples(name: str) -> list[Any]:
@@ -245,7 +252,8 @@ def test_results_lie_as_in_the_trace_where_the_lowering_relies_on_it(name: str) 
             except (RuntimeError, OneboxError, NotImplementedError):  # refused in this layout
                 continue
             plain = all(one.is_contiguous() for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor))
-            assert real == traced or (operator in UNTRACED and not plain), f"{called} of {arguments}"
+            elsewhere = not plain or operator is torch.ops.aten.max_unpool2d.default  # with dimensions of one element
+            assert real == traced or (operator in UNTRACED and elsewhere), f"{called} of {arguments}"
             fixed.add(str(real))
         assert len(fixed) <= 1 or operator not in FIXED, called
 
