@@ -83,7 +83,7 @@ class Supervisor:
 
     @property
     def _advice(self) -> str:
-        """What would have helped after a failed operator, for errors."""
+        """Further advice after a failed operator, for errors."""
         return ""
 
     @property

@@ -130,7 +130,7 @@ class SentMessage(NamedTuple):
     errors: int = 0
 
 
-class Failed(NamedTuple):
+class FailedMessage(NamedTuple):
     """A failed message.
 
     Args:
@@ -161,7 +161,7 @@ class InFlight:
         self._messages: deque[SentMessage] = deque()
         self._size_bytes = 0
         self._executed = 0
-        self._failed: Failed | None = None
+        self._failed: FailedMessage | None = None
         self._lost_peer = 0
 
     def add(self, message: SentMessage) -> None:
@@ -191,7 +191,7 @@ class InFlight:
             return self._messages[0].future
         return None
 
-    def failed(self) -> Failed | None:
+    def failed(self) -> FailedMessage | None:
         """Return the first failure that the script has not been told of."""
         self._look()
         if self._failed is not None and self.is_told(self._failed):
@@ -204,11 +204,11 @@ class InFlight:
         if self._failed is not None and self.is_told(self._failed):
             self._failed = None
 
-    def is_told(self, failed: Failed) -> bool:
+    def is_told(self, failed: FailedMessage) -> bool:
         """Return whether the script has been told of a failure, or of the one on another device that caused it."""
         return failed.number <= self.told or self.is_consequence(failed)
 
-    def is_consequence(self, failed: Failed) -> bool:
+    def is_consequence(self, failed: FailedMessage) -> bool:
         """Return whether a message lacked data of another device, and the script has been told of a failure since."""
         return isinstance(failed.error, PeerLost) and failed.errors < self.errors.count
 
@@ -238,7 +238,7 @@ class InFlight:
             self._executed = message.number - (error is not None)
             if error is not None:
                 self._note_peer(message)
-                failed = Failed(error, message.number, message.errors)
+                failed = FailedMessage(error, message.number, message.errors)
                 known = self._failed is not None and not self.is_told(self._failed)
                 if not (message.awaited or known or self.is_told(failed)):
                     self._failed = failed
@@ -307,7 +307,7 @@ class RequestChannel:
             _wait(sent.future)
             return sent.future.result()
         except OneboxError as error:
-            cause = self._tell(Failed(error, sent.number, sent.errors))
+            cause = self._tell(FailedMessage(error, sent.number, sent.errors))
             if cause is not None:
                 raise cause.with_traceback(None) from cause.__cause__
             raise
@@ -349,7 +349,7 @@ class RequestChannel:
             held.clear()
             failed = future = None  # type: ignore[assignment]
 
-    def _tell(self, failed: Failed) -> BaseException | None:
+    def _tell(self, failed: FailedMessage) -> BaseException | None:
         """Note that the script is told of a failure; return what is raised in its place, if anything.
 
         Where another device's data was missing, that is the failure there, of which the script is told, too.
@@ -471,7 +471,7 @@ def _in_ended_group(error: BaseException) -> BaseException:
     return made
 
 
-def _first_failure(channels: Iterable[RequestChannel]) -> tuple[RequestChannel, Failed] | None:
+def _first_failure(channels: Iterable[RequestChannel]) -> tuple[RequestChannel, FailedMessage] | None:
     """Return the failure on another device, with its channel.
 
     For an error that is only about data that is missing from there; the other device may report it later, up to

@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from onebox.errors import PeerLost
-from onebox.vgpu.runtime.request_channel import BYTES, MESSAGES, Failed, InFlight, ScriptErrors, SentMessage
+from onebox.vgpu.runtime.request_channel import BYTES, MESSAGES, FailedMessage, InFlight, ScriptErrors, SentMessage
 
 numbers = itertools.count(1)
 
@@ -40,8 +40,8 @@ def test_the_first_failure_is_told_once() -> None:
     errors = [ValueError(str(number)) for number in range(2)]
     for number, error in enumerate(errors, 1):
         sent(ahead, number=number).set_exception(error)
-    assert ahead.failed() == Failed(errors[0], 1, 0)
-    assert ahead.failed() == Failed(errors[0], 1, 0)
+    assert ahead.failed() == FailedMessage(errors[0], 1, 0)
+    assert ahead.failed() == FailedMessage(errors[0], 1, 0)
     ahead.mark_told(2)
     assert ahead.failed() is None
     sent(ahead, number=3).set_exception(errors[1])
@@ -54,7 +54,7 @@ def test_a_later_failure_than_was_told_is_still_to_be_told() -> None:
     late = sent(ahead, number=2)
     ahead.mark_told(1)
     late.set_exception(error := ValueError("later"))
-    assert ahead.failed() == Failed(error, 2, 0)
+    assert ahead.failed() == FailedMessage(error, 2, 0)
 
 
 def test_a_lack_of_data_is_told_with_the_failure_that_caused_it() -> None:
