@@ -21,7 +21,7 @@ from onebox.plan.model.stage import OFFLOADING_POLICIES
 from onebox.plan.model.work import PlanWork
 from onebox.plan.schedules.async_window import depths
 from onebox.plan.simulate.step import Simulation
-from onebox.plan_names import SCHEDULE_TRAITS
+from onebox.plan_names import ASYNC, SCHEDULE_TRAITS
 
 _BOUND_EFFORT = 20
 """Cost of a bound for each stage and each further replica, in simulated actions."""
@@ -179,7 +179,8 @@ class Evaluator:
         used = {device for part in layout.parts for device in part.devices}
         if problem.max_devices is not None and len(used) > problem.max_devices:
             return f"more than {problem.max_devices} device{'s' * (problem.max_devices > 1)}"
-        named = layout.blocks > 1 or layout.late
+        # Where all plans are late, one of a single stage holds versions of its weights, too.
+        named = layout.blocks > 1 or layout.late or problem.schedules == (ASYNC,)
         if named and layout.schedule not in problem.schedules:
             return f"schedule {layout.schedule} is not allowed"
         return ""
