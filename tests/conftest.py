@@ -1,18 +1,10 @@
-"""Settings of all tests: the two tiers, hypothesis profiles, and the order in which several processes take the tests.
+"""Settings of all tests: hypothesis profiles, the order in which several processes take the tests, and their tiers.
 
-``make test``, of every commit, runs the short tier: every test that is not marked ``long``. ``make test-all`` runs the
-others. A test belongs to the long tier by one of two marks:
-
-- ``long``: a benchmark, a network of several machines, a whole cluster, or one more case of what another test covers.
-- ``sample(n)``: of the cases of a parametrized test ``n``, evenly spread, are in the short tier and the others in the
-  long one. On a module it holds for each of its tests. Tests in ``tests/process`` have a sample without saying so: one
-  case and a tenth of all; ``short`` keeps all. With ``sample(n, m)`` about ``m`` are in the two tiers together, and the
-  others are tried by ``make soak`` alone.
-
-Every kind of behaviour has a case in the short tier; pairs of settings of training runs meet in
+``make test``, of every commit, runs the short tier, ``make test-all`` the long one; ``tests/tiers.py`` says which test
+is of which. Every kind of behaviour has a case in the short tier; pairs of settings of training runs meet in
 ``tests/process/test_covering_array.py``. Tests by hypothesis run in both tiers, with other examples: in the short one
-a quarter as many, the same each time; in the long one at random, and what failed once is kept in ``.hypothesis`` and
-comes first.
+a tenth of those of the long one, the same each time; in the long one at random, and what failed once is kept in
+``.hypothesis`` and comes first.
 """
 
 from __future__ import annotations
@@ -20,17 +12,18 @@ from __future__ import annotations
 import gc
 import os
 import unittest
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import is_hypothesis_test, settings
 
+from tests import tiers
 from tests.transfer_order import check_every_lowering
 
-settings.register_profile("short", deadline=None, derandomize=True, max_examples=25)
+settings.register_profile("short", deadline=None, derandomize=True, max_examples=10)
 settings.register_profile("long", deadline=None, derandomize=False, max_examples=100)
 settings.register_profile("repeatable", deadline=None, derandomize=True, max_examples=50)
 settings.load_profile("short")  # --hypothesis-profile, where it is given, is loaded later
@@ -44,29 +37,14 @@ TOGETHER = {
 }
 """Beginnings of the names of tests that share what a machine has once, or what takes long to make."""
 
-MODELLED = Path(__file__).parent / "modelled"
 
-LONGEST = (
-    "tests/net/",
-    "tests/process/test_launchers.py",
-    "tests/process/vgpu/test_examples.py",
-    "tests/process/test_covering_array.py",
-    "tests/process/cli/test_plan_command.py",
-    "tests/process/faults/test_recovery.py",
-    "tests/process/cli/test_run_command.py",
-    "tests/process/test_readme.py",
-    "tests/process/faults/",
-    "tests/process/cluster/",
-    "tests/process/agent/",
-    "tests/process/cli/",
-    "tests/browser/",
-    "tests/process/vgpu/test_coverage.py",
-    "tests/process/vgpu/test_faults.py",
-    "tests/process/test_rivals_refuse.py",
-    "tests/process/test_numerics.py",
-    "tests/process/test_",
-)
-"""What takes longest comes first, so that nobody waits at the end for one file; all else is short."""
+def scope_of(name: str) -> str:
+    """Return what one process takes at once: the file of a test, or what it shares with others."""
+    file = name.partition("::")[0]
+    return next((shared for start, shared in TOGETHER.items() if file.startswith(start)), file)
+
+
+MODELLED = Path(__file__).parent / "modelled"
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -92,24 +70,30 @@ def any_width() -> Iterator[None]:
         yield
 
 
-LONG = ("tests/net/", "tests/process/cluster/", "tests/recorded/")
-"""Folders of the long tier, but for tests that say ``short``."""
-
-SAMPLED = ("tests/process/",)
-"""Folders of whose parametrized tests a sample is in the short tier; starting processes takes time."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Let durations be recorded."""
+    parser.addoption("--record", action="store_true", help="write the seconds of each test to tests/durations.json")
 
 
-@pytest.hookimpl(tryfirst=True)  # before ``-m`` chooses
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the long tier, give properties as many examples as their tier has, and put the longest files first."""
-    mark_long(items)
+def pytest_configure(config: pytest.Config) -> None:
+    """Record durations if asked to."""
+    if config.getoption("--record"):
+        profile = config.getoption("--hypothesis-profile")
+        config.pluginmanager.register(tiers.Recorder(as_short=profile in (None, "short")))
+
+
+@pytest.hookimpl(tryfirst=True, wrapper=True)  # ``-m`` chooses within
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> Generator[None]:
+    """Mark the tiers, give properties as many examples as their tier has, and put the longest files first."""
+    durations = tiers.recorded()
+    tiers.mark_tiers(items, durations)
     for test in {id(test): test for item in items for test in properties(item)}.values():
         scale_examples(test)
-
-    def place(item: pytest.Item) -> int:
-        return next((n for n, start in enumerate(LONGEST) if item.nodeid.startswith(start)), len(LONGEST))
-
-    items.sort(key=place)
+    yield
+    seconds = Counter[str]()
+    for item in items:
+        seconds[scope_of(item.nodeid)] += durations.get(item.nodeid, 0.0)  # type: ignore[assignment]
+    items.sort(key=lambda item: -seconds[scope_of(item.nodeid)])
 
 
 def pytest_runtest_setup() -> None:
@@ -121,26 +105,6 @@ def pytest_collection_finish() -> None:
     """Let collections of garbage leave out what has been imported and collected: each would take half a second."""
     gc.collect()
     gc.freeze()
-
-
-def mark_long(items: Sequence[pytest.Item]) -> None:
-    """Mark what is of a long folder, and all but a sample of the cases of a test."""
-    cases: dict[str, list[pytest.Item]] = defaultdict(list)
-    for item in items:
-        if item.get_closest_marker("short"):
-            continue
-        if item.nodeid.startswith(LONG):
-            item.add_marker("long")
-        if item.get_closest_marker("sample") or item.nodeid.startswith(SAMPLED):
-            cases[item.nodeid.partition("[")[0]].append(item)
-    for of_one_test in cases.values():
-        count, mark = len(of_one_test), of_one_test[0].get_closest_marker("sample")
-        kept, tried = (*mark.args, count)[:2] if mark else (1 + count // 10, count)
-        for place, item in enumerate(of_one_test):
-            if place * kept % count >= kept:
-                item.add_marker("long")
-                if place * tried % count >= tried:
-                    item.add_marker("soak")
 
 
 def properties(item: pytest.Item) -> Iterator[Any]:
@@ -176,7 +140,6 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class Scheduling(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            file = nodeid.partition("::")[0]
-            return next((shared for start, shared in TOGETHER.items() if file.startswith(start)), file)
+            return scope_of(nodeid)
 
     return Scheduling(config, log)

@@ -98,7 +98,6 @@ def test_a_run_is_drawn_and_followed(served: PageServer, run: Path, visitors: An
     until(page, "() => document.querySelector('#events-list li').textContent.includes('worker 2 was lost')")
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("viewport", [WIDE, PHONE], ids=["wide", "phone"])
 def test_everybody_can_read_it(served: PageServer, visitors: Any, viewport: dict[str, int], scheme: str) -> None:
@@ -113,7 +112,6 @@ def test_everybody_can_read_it(served: PageServer, visitors: Any, viewport: dict
     assert tables > 200 + 200
 
 
-@pytest.mark.long
 def test_the_schedule_is_zoomed_by_wheel_drag_keys_and_buttons(served: PageServer, run: Path, visitors: Any) -> None:
     page = visitors().look(served.url)
     canvas = page.locator("#gantt canvas")
@@ -167,7 +165,6 @@ def test_the_schedule_is_zoomed_by_wheel_drag_keys_and_buttons(served: PageServe
     assert canvas.get_attribute("data-step") == "7" and page.inner_text("#zoom-all") == "Whole step"
 
 
-@pytest.mark.long
 def test_values_are_read_by_pointer_and_keys(served: PageServer, visitors: Any) -> None:
     page = visitors().look(served.url)
     page.focus("#loss-chart svg")
@@ -183,7 +180,6 @@ def test_values_are_read_by_pointer_and_keys(served: PageServer, visitors: Any) 
     assert any("forward" in text for text in found)
 
 
-@pytest.mark.long
 def test_the_trace_is_saved(served: PageServer, run: Path, visitors: Any) -> None:
     page = visitors(accept_downloads=True).look(served.url)
     with page.expect_download() as waiting:
@@ -192,7 +188,6 @@ def test_the_trace_is_saved(served: PageServer, run: Path, visitors: Any) -> Non
     assert Path(waiting.value.path()).read_bytes() == (run / "timeline.json").read_bytes()
 
 
-@pytest.mark.long
 def test_two_look_one_reloads_and_the_run_ends(served: PageServer, run: Path, visitors: Any) -> None:
     one, other = visitors().look(served.url), visitors(PHONE).look(served.url)
     append(run, step(201, 2))
@@ -212,7 +207,6 @@ def test_two_look_one_reloads_and_the_run_ends(served: PageServer, run: Path, vi
         assert "Worker 1 was lost." in page.inner_text("#banner")
 
 
-@pytest.mark.long
 def test_a_server_that_has_ended_is_said_and_what_was_seen_stays(run: Path, visitors: Any) -> None:
     with serve_page(RecordedRun(run)) as served:
         page = visitors().look(served.url)
@@ -222,7 +216,6 @@ def test_a_server_that_has_ended_is_said_and_what_was_seen_stays(run: Path, visi
     assert page.inner_text("#tiles dd") == "200"
 
 
-@pytest.mark.long
 def test_a_run_that_has_ended_keeps_its_end_when_the_page_ends(run: Path, visitors: Any) -> None:
     status = RunStatus.read(run / "status.json")
     assert status is not None
@@ -234,7 +227,6 @@ def test_a_run_that_has_ended_keeps_its_end_when_the_page_ends(run: Path, visito
     assert page.inner_text("#state-word") == "failed"
 
 
-@pytest.mark.long
 def test_a_change_is_shown_while_the_page_is_kept_quiet(served: PageServer, run: Path, visitors: Any) -> None:
     """Rows stay the same elements, so that who reads or selects is not disturbed."""
     page = visitors().look(served.url)
@@ -257,7 +249,6 @@ class OfIslands(RecordedRun):
         return msgspec.structs.replace(found, run=msgspec.structs.replace(found.run, islands=islands))
 
 
-@pytest.mark.long
 def test_of_islands_it_is_said_which_is_drawn(run: Path, visitors: Any) -> None:
     with serve_page(OfIslands(run)) as served:
         page = visitors().look(served.url)

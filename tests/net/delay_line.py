@@ -42,11 +42,11 @@ class Way:
         self._source, self._target, self._delay_s = source, target, delay_s
         self._frames: deque[tuple[float, bytes]] = deque()
 
-    def take(self) -> None:
-        """Take what has come."""
+    def take(self, now_s: float) -> None:
+        """Take what has come by now."""
         with contextlib.suppress(BlockingIOError):
             for _ in range(_AT_ONCE):
-                self._frames.append((time.monotonic() + self._delay_s, os.read(self._source, _FRAME_BYTES)))
+                self._frames.append((now_s + self._delay_s, os.read(self._source, _FRAME_BYTES)))
 
     def give(self, now_s: float) -> None:
         """Hand on what is due; it is lost where the other card is not up."""
@@ -91,7 +91,7 @@ def main() -> None:
     while True:
         left_s = min(way.due_s for way in ways.values()) - time.monotonic()
         for each, _ in poll.poll(None if left_s == float("inf") else max(0.0, 1e3 * left_s)):
-            ways[each].take()
+            ways[each].take(time.monotonic())
         now_s = time.monotonic()
         for way in ways.values():
             way.give(now_s)

@@ -98,7 +98,9 @@ def expected(plan: Plan, steps: int) -> reference.Outcome:
     "kind",
     [
         "data-parallel",
-        *(pytest.param(kind, marks=pytest.mark.long) for kind in ("replicas of a share each", "pipelined", "hybrid")),
+        "replicas of a share each",
+        "pipelined",
+        "hybrid",
     ],
 )
 def test_a_device_behind_a_link_that_drops_is_left_out_and_taken_back(
@@ -131,7 +133,6 @@ def test_a_device_behind_a_link_that_drops_is_left_out_and_taken_back(
     assert_same(found, expected(plan, len(run.losses)))
 
 
-@pytest.mark.long
 def test_a_link_of_100_megabits_is_measured_as_that_whatever_is_decided(
     slow_pool: onebox.Pool, network: Network
 ) -> None:

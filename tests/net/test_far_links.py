@@ -59,7 +59,6 @@ def test_a_link_that_one_connection_fills_has_one() -> None:
     assert max(others) < 1 << 16, "the handshake"
 
 
-@pytest.mark.long
 def test_a_worker_that_leaves_a_group_stays_as_long_as_a_slow_link_carries_what_it_has_sent(tmp_path: Path) -> None:
     """Longer than it waits for a link that carries nothing."""
     rate_bps, numel = 8_000_000, 2_000_000
@@ -80,7 +79,6 @@ def test_a_worker_that_leaves_a_group_stays_as_long_as_a_slow_link_carries_what_
             pool.leave_group(group, [1])
 
 
-@pytest.mark.long
 def test_training_over_several_connections_has_the_result_of_one_process(tmp_path: Path) -> None:
     try:
         network = Network([*MACHINES, "client"], delay_s=DELAY_S)

@@ -29,7 +29,6 @@ STOP_S = 1.0
 PAUSE_S = 0.1
 
 
-@pytest.mark.long
 def test_an_island_that_is_cut_off_leaves_within_seconds_and_joins_when_its_host_is_back(
     fleet: Fleet, network: Network
 ) -> None:
@@ -67,7 +66,6 @@ def test_an_island_that_is_cut_off_leaves_within_seconds_and_joins_when_its_host
         compare(trainer, losses, Changing("mlp", "adamw", [1, 1, 1], outer), batches[: len(losses)])
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("overlap", [1, 2])
 def test_an_island_behind_a_dead_link_is_late_though_sums_need_it(overlap: int, fleet: Fleet, network: Network) -> None:
     """It is cut off between the step after which they begin and the one after which they are due."""
@@ -85,7 +83,6 @@ def test_an_island_behind_a_dead_link_is_late_though_sums_need_it(overlap: int, 
         run.end(outer)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("overlap", [0, 2])
 def test_an_island_that_stops_while_a_sum_travels_is_late(overlap: int, fleet: Fleet, network: Network) -> None:
     """It has made its steps, and begun the sum, which does not come as one of its links is dead."""
@@ -147,7 +144,6 @@ def signal_all(processes: Sequence[int], number: signal.Signals) -> None:
         os.kill(process, number)
 
 
-@pytest.mark.long
 def test_links_between_islands_carry_their_outer_steps(fleet: Fleet) -> None:
     case, model, outer = CASES["mlp"], CASES["mlp"].model(), onebox.Outer(every=4)
     arguments: dict[str, Any] = {"islands": [[0], [1], [2]], "outer": outer, "recovery": None}

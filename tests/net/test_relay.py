@@ -70,7 +70,6 @@ def test_what_the_client_relays_cannot_be_read_there(
     assert len(told) == 2 and len(set(told)) == 2, "once for each direction"
 
 
-@pytest.mark.long
 def test_without_encryption_the_pair_is_named_and_with_it_the_client_relays(
     fleet: Fleet, network: Network, apart: tuple[Host, Host]
 ) -> None:

@@ -20,7 +20,6 @@ from tests.waiting import until
 TRIES = 3
 
 
-@pytest.mark.long
 def test_a_run_goes_on_within_seconds_without_a_host_that_is_cut_off_and_takes_it_back(
     fleet: Fleet, network: Network, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -37,7 +36,6 @@ def test_a_run_goes_on_within_seconds_without_a_host_that_is_cut_off_and_takes_i
         assert_same(run.outcome, alone(plans()["data-parallel"], len(run.losses), NARROW))
 
 
-@pytest.mark.long
 def test_an_agent_that_is_started_again_is_taken_back_in_a_running_run(fleet: Fleet, network: Network) -> None:
     with sufferer(fleet, network) as run:
         fleet.kill("blue")
@@ -50,7 +48,6 @@ def test_an_agent_that_is_started_again_is_taken_back_in_a_running_run(fleet: Fl
     until(lambda: not any(fleet.workers(name) for name in MACHINES))
 
 
-@pytest.mark.long
 def test_a_host_that_only_the_client_reaches_is_taken_back_and_its_tensors_go_through_the_client(
     fleet: Fleet, network: Network, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -72,7 +69,6 @@ def test_a_host_that_only_the_client_reaches_is_taken_back_and_its_tensors_go_th
         assert_same(run.outcome, alone(plans()["data-parallel"], len(run.losses), NARROW))
 
 
-@pytest.mark.long
 def test_a_client_that_lost_its_leases_is_told_why_and_who_has_the_device(fleet: Fleet, network: Network) -> None:
     for name in MACHINES:
         fleet.pair(name, "bob")
@@ -89,7 +85,6 @@ def test_a_client_that_lost_its_leases_is_told_why_and_who_has_the_device(fleet:
     assert "bob@client" in said
 
 
-@pytest.mark.long
 def test_a_worker_that_cannot_be_reached_is_named_within_seconds(fleet: Fleet, network: Network) -> None:
     fleet.pair("green", port=7272)
     agent = fleet.python(
@@ -106,7 +101,6 @@ def test_a_worker_that_cannot_be_reached_is_named_within_seconds(fleet: Fleet, n
         agent.wait(30)
 
 
-@pytest.mark.long
 def test_all_that_keeps_an_agent_from_starting_is_said_at_once(fleet: Fleet, network: Network) -> None:
     agent = fleet.python("client", "nobody", "-m", "onebox", "serve", "--user", "root")
     assert agent.wait(60) == 2

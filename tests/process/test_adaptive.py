@@ -90,7 +90,6 @@ def problem_of(pool: Pool, speeds: tuple[float, ...]) -> Problem:
     return replace(found, devices=devices)
 
 
-@pytest.mark.long
 def test_layers_move_away_from_a_device_that_becomes_slow(sims: Pool, caplog: pytest.LogCaptureFixture) -> None:
     built, plan = model(), cut(3)
     costs = dict.fromkeys(SEGMENTS, (COST_S, COST_S, COST_S))
@@ -124,7 +123,6 @@ def test_layers_move_away_from_a_device_that_becomes_slow(sims: Pool, caplog: py
     assert any(made.line.startswith(line) for line in begun), "what became of it is added later"
 
 
-@pytest.mark.long
 def test_the_curve_of_a_run_whose_layers_move_is_the_same_to_the_last_bit(pools: Shelf) -> None:
     pool, plan = pools(2), cut(1)
 

@@ -179,7 +179,6 @@ def test_by_default_it_plans_over_several_hosts_also_after_an_evaluation(
         assert trainer.plan.devices == plan.devices, "the stored plan, though it may leave devices idle"
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("dies", ["planning", "switching"])
 def test_a_plan_that_failed_after_an_evaluation_is_made_by_the_next_step(
     dies: str, monkeypatch: pytest.MonkeyPatch

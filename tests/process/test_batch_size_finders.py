@@ -96,8 +96,8 @@ print("found", found)
     "script",
     [
         pytest.param(ACCELERATE, id="accelerate"),
-        pytest.param(TRANSFORMERS, id="transformers", marks=pytest.mark.long),
-        pytest.param(LIGHTNING, id="lightning", marks=pytest.mark.long),
+        pytest.param(TRANSFORMERS, id="transformers"),
+        pytest.param(LIGHTNING, id="lightning"),
     ],
 )
 def test_a_batch_size_that_fits_is_found(tmp_path: Path, script: str) -> None:

@@ -140,7 +140,6 @@ def test_an_evaluation_that_will_not_fit_is_refused_before_anything_is_sent(pool
         assert trainer.step(*small).item() > 0, "nothing was lost"
 
 
-@pytest.mark.long
 def test_the_memory_of_an_evaluation_is_the_predicted_one(parts: Any) -> None:
     """To the byte; and where it is too much at once, it is divided as steps are."""
     model, loss, optimizer, batch = parts
@@ -185,7 +184,6 @@ def test_a_plan_may_carry_budgets_of_its_own(pool: onebox.Pool, parts: Any) -> N
                     trainer.step(*batch)
 
 
-@pytest.mark.long
 def test_a_plan_is_made_for_budgets_and_carries_them(pools: Shelf, parts: Any) -> None:
     model, loss, optimizer, batch = parts
 

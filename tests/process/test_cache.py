@@ -150,7 +150,6 @@ def test_a_step_that_needs_the_room_gets_it() -> None:
         assert trainer.memory()[0].peak_bytes <= most + 200
 
 
-@pytest.mark.long
 def test_an_evaluation_that_needs_the_room_gets_it() -> None:
     case = CASES["mlp"]
     small, large = case.batches([8, 400])
@@ -169,7 +168,6 @@ def test_an_evaluation_that_needs_the_room_gets_it() -> None:
     assert peaks[1] <= peaks[0] + 200
 
 
-@pytest.mark.long
 def test_after_a_loss_it_is_filled_anew(pools: Shelf) -> None:
     expected, tensors, _, _ = run(pools(2))
     case = CASES["mlp"]

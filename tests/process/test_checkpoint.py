@@ -91,7 +91,6 @@ def test_the_settings_of_the_trainer_are_kept(options: dict[str, Any], pools: Sh
     assert_same(resumed, straight, tolerance=0)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "before", "after"), [("cnn", 1, 3), ("cnn", 3, 2), ("dropping", 2, 1), ("dropping", 1, 2)]
 )
@@ -199,7 +198,6 @@ class Tempered(nn.Module):
         return nn.functional.cross_entropy(outputs * self.temperature, targets)
 
 
-@pytest.mark.long
 def test_parameters_of_the_loss_are_kept(pools: Shelf, tmp_path: Path) -> None:
     case = CASES["mlp"]
     batches = case.batches(SIZES)

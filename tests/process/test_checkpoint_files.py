@@ -62,7 +62,6 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-@pytest.mark.long
 def test_the_newest_two_are_kept_unless_told_otherwise(pools: Shelf, tmp_path: Path) -> None:
     made = save(pools, tmp_path, times=3)
     assert made[-1].name == "step-00000006"
@@ -154,7 +153,6 @@ KILLED = """
 """
 
 
-@pytest.mark.long
 def test_a_save_that_is_killed_at_any_moment_leaves_the_one_before(tmp_path: Path) -> None:
     command = [sys.executable, "-c", textwrap.dedent(KILLED), str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=True)

@@ -57,7 +57,6 @@ def planned(name: str, devices: Any, **more: Any) -> Plan:
     return replace(plan, predicted=expected(plan, SIZES[0]))
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "devices", "more"),
     [
@@ -112,7 +111,6 @@ def wide() -> nn.Module:
     return nn.Sequential(nn.Linear(16, 64), nn.Linear(64, 4096), nn.Linear(4096, 4))
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("slow", [True, False])
 def test_half_of_a_value_travels_while_the_rest_is_computed_if_the_link_is_slow(slow: bool) -> None:
     """On devices that sleep, as predicted; not over memory."""

@@ -6,8 +6,6 @@ import os
 import subprocess
 import sys
 
-import pytest
-
 MODEL_BYTES = 144 << 20
 LARGEST_BYTES = 16 << 20
 UNDER_WAY_BYTES = 64 << 20
@@ -84,7 +82,6 @@ def extras(kind: str) -> list[int]:
     return [int(line) for line in done.stdout.split()]
 
 
-@pytest.mark.long
 def test_pull_and_save_take_less_than_a_few_tensors() -> None:
     """Requests of 4 MiB, four under way, what the channel queues, and what each is copied to; not the model."""
     pulled, saved = extras("replicas")
@@ -92,7 +89,6 @@ def test_pull_and_save_take_less_than_a_few_tensors() -> None:
     assert saved < 2 * LARGEST_BYTES + MODEL_BYTES // 8, saved
 
 
-@pytest.mark.long
 def test_shares_of_split_layers_are_put_together_in_place() -> None:
     """One tensor is whole at a time, beside requests of two workers that are under way."""
     pulled, saved = extras("split")

@@ -164,7 +164,6 @@ def reference(
     return train(model, functional.cross_entropy, optimizer(model), batches(kind), lambda size: cut, max_norm=limit)
 
 
-@pytest.mark.sample(1)
 @pytest.mark.parametrize(("kind", "optimizer"), [(Waves, adam), (Waves, momentum), (Spectrum, adam)])
 @pytest.mark.parametrize("name", PLANS)
 def test_the_result_is_that_of_one_process(
@@ -181,7 +180,6 @@ def test_a_spectrum_that_nobody_trains(pools: Shelf) -> None:
     assert_same(run(pools(2), FrontEnd, momentum, plan=plan), reference(FrontEnd, momentum, plan, None))
 
 
-@pytest.mark.long
 def test_complex_values_go_between_stages(pools: Shelf) -> None:
     """Wherever the model is cut."""
     names = pipeline(Waves).stages
@@ -191,7 +189,6 @@ def test_complex_values_go_between_stages(pools: Shelf) -> None:
         assert_same(run(pools(2), Waves, adam, plan=plan), reference(Waves, adam, plan, None))
 
 
-@pytest.mark.long
 def test_checkpoints_hold_complex_numbers(pools: Shelf, tmp_path: Path) -> None:
     model = built(Waves)
     half = STEPS // 2

@@ -26,7 +26,6 @@ def pool(pools: Shelf) -> onebox.Pool:
     return pools(2)
 
 
-@pytest.mark.long
 def test_workers_use_the_instruction_sets_that_a_user_allows(monkeypatch: pytest.MonkeyPatch) -> None:
     """The variables that limit libraries reach workers, which say what they use; a device without values says none."""
     own = used_instruction_sets()  # which this process's libraries settle with their first operator
@@ -53,7 +52,6 @@ def test_stages_with_channels_last_train_as_one_process(
         assert_same(run(pool, model, plan, sizes), expected)
 
 
-@pytest.mark.long
 def test_fused_activations_train_as_one_process(pool: onebox.Pool, tmp_path: pathlib.Path) -> None:
     """In less memory; a run that is resumed fuses, too."""
     plan, sizes = staged("gpt2", (0, 1)), (6, 6, 6)

@@ -32,7 +32,6 @@ def pool(pools: Shelf) -> onebox.Pool:
     return pools(4)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("rule", "delay", "warm_up"), [("SGD", "extrapolate", 0), ("AdamW", "extrapolate", 0), ("AdamW", "both", 2)]
 )

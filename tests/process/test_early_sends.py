@@ -48,7 +48,6 @@ class Skipping(nn.Module):
         return self.last(self.rest(self.narrow(wide))) * wide
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("early", [True, False])
 def test_a_skip_connection_travels_while_the_rest_of_its_stage_is_computed(
     monkeypatch: pytest.MonkeyPatch, early: bool

@@ -118,7 +118,6 @@ def test_every_module_is_imported_without_them(said: dict[str, Any]) -> None:
     assert said["modules"] > 200
 
 
-@pytest.mark.long
 def test_the_demo_works_without_them(tmp_path: Path) -> None:
     demo = "-m onebox train --data digits --model cnn --epochs 1"
     done = python(tmp_path, *demo.split())
@@ -127,7 +126,6 @@ def test_the_demo_works_without_them(tmp_path: Path) -> None:
     assert "summary.json" in done.stdout.splitlines()[-1]
 
 
-@pytest.mark.long
 def test_a_run_by_a_plan_leaves_figures_out_and_says_so(tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_text(Plan.data_parallel([0, 1], [0.5, 0.5]).to_json())
     line = "-m onebox train --model mlp --epochs 1 --pool cpu*2 --threads 1 --plan plan.json --run run"
@@ -181,7 +179,6 @@ print(json.dumps([train(path) for path in sys.argv[1:]]))
 """
 
 
-@pytest.mark.long
 def test_codecs_that_one_side_lacks_are_not_used(tmp_path: Path) -> None:
     every, none = ["lz4", "zstd"], ("lz4", "zstandard")
     whole, bare = site(tmp_path, ()), site(tmp_path, none)

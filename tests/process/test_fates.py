@@ -103,7 +103,6 @@ RUNS = [
 """Each layout once, for the bits; that policies go with all schedules and models is in ``test_covering_array``."""
 
 
-@pytest.mark.sample(1)
 @pytest.mark.parametrize(("name", "layout", "schedule"), RUNS)
 def test_mixed_fates_on_two_devices(name: str, layout: str, schedule: str, pool: onebox.Pool) -> None:
     devices = LAYOUTS[layout]
@@ -132,7 +131,6 @@ def test_the_memory_of_a_step_is_less_and_is_known_before(pool: onebox.Pool) -> 
     assert peaks["offload"] < 0.9 * peaks["keep"]
 
 
-@pytest.mark.long
 def test_a_run_with_fates_is_saved_resumed_and_evaluated(pool: onebox.Pool, tmp_path: Path) -> None:
     """With the same plan, and with another one."""
     case, count = CASES["dropping"], spans("dropping")

@@ -97,7 +97,6 @@ def fated(pool: onebox.Pool, name: str, plan: Plan, sizes: Sequence[int]) -> Out
     return Outcome(losses=[float(loss) for loss in losses], norms=[], tensors=tensors)
 
 
-@pytest.mark.sample(1)
 @pytest.mark.parametrize("policy", ["recompute", "offload", "cpu"])
 @pytest.mark.parametrize("name", FATED)
 def test_each_policy_on_each_segment_in_turn(name: str, policy: str, pools: Shelf) -> None:
@@ -125,14 +124,12 @@ def any_plan(name: str, turn: int) -> Plan:
     return plan_of(spans, schedule=schedule, update=("device", "host")[turn % 2])
 
 
-@pytest.mark.sample(1)
 @pytest.mark.parametrize("turn", range(2))
 @pytest.mark.parametrize("name", FATED)
 def test_any_fates_at_once(name: str, turn: int, pools: Shelf) -> None:
     assert_same(fated(pools(2), name, any_plan(name, turn), SIZES), plain(name, SIZES))
 
 
-@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", FATED)
 def test_the_optimizer_alone_on_the_host(name: str, pools: Shelf) -> None:
     alone = Plan.data_parallel([DEVICE], [1.0], micro_batch=MICRO_BATCH)

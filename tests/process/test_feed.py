@@ -128,7 +128,6 @@ def test_bad_data_ends_the_epoch_and_the_trainer_goes_on(pools: Shelf) -> None:
         assert len(run(trainer, make_feed(None, trainer.upload), 4)) == 4
 
 
-@pytest.mark.long
 def test_the_example_learns(tmp_path: Path) -> None:
     script = Path(__file__).parents[2] / "examples" / "trainer" / "pictures.py"
     options = ["--pool", "cpu*2", "--batch-size", "120", "--epochs", "2", "--json", "losses.json"]

@@ -58,7 +58,6 @@ def test_results_come_in_order_from_processes_that_are_not_this_one():
     assert os.getpid() not in pids
 
 
-@pytest.mark.long
 def test_stages_of_both_kinds_hand_on_to_each_other():
     specs = [
         StageSpec("read", lambda number: (number, bytes([number]) * 100_000), 2, "processes"),
@@ -75,7 +74,6 @@ def test_stages_of_both_kinds_hand_on_to_each_other():
 # ---- what is not there in a process of its own
 
 
-@pytest.mark.long
 def test_one_thread_computes_even_after_many_did_here():
     torch.set_num_threads(2)  # OpenMP's threads do not survive a fork; who waits for them waits for ever
     data = torch.randn(200, 200)
@@ -86,7 +84,6 @@ def test_one_thread_computes_even_after_many_did_here():
     assert found[0][1] == pytest.approx((data @ data).sum().item(), rel=1e-3)
 
 
-@pytest.mark.long
 def test_what_others_talk_through_is_not_held_open():
     one, other = socket.socketpair()
     read_end, write_end = os.pipe()
@@ -103,7 +100,6 @@ def test_what_others_talk_through_is_not_held_open():
     assert held
 
 
-@pytest.mark.long
 def test_files_that_are_open_stay_so(tmp_path):
     path = tmp_path / "data"
     path.write_bytes(bytes(range(10)))
@@ -123,7 +119,6 @@ def test_what_is_printed_is_seen_once(capfd):
     assert out.splitlines() == ["before", "at 0", "at 1", "at 2"]
 
 
-@pytest.mark.long
 def test_no_warning_of_threads_beside_a_fork(monkeypatch):
     fork = os.fork
 
@@ -154,7 +149,6 @@ def test_an_error_comes_in_its_place_with_what_was_said_there():
     assert 'raise KeyError("label")' in "".join(raised.value.__cause__.__notes__)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     "error", [DataError("it is damaged", path="a.jpg", sample=3), UsageError("do not"), PlanError("none fits")]
 )
@@ -191,7 +185,6 @@ def test_a_process_that_ends_is_an_error_that_names_the_item(end, said):
             next(ready)
 
 
-@pytest.mark.long
 def test_a_result_that_cannot_travel_is_named():
     with pytest.raises(UsageError, match=r"a threading\.Event cannot go between processes"):
         run(lambda number: {"a": threading.Event()})
@@ -247,7 +240,6 @@ def test_leaving_early_ends_processes_in_the_middle_of_their_work(tmp_path):
         raise KeyboardInterrupt
 
 
-@pytest.mark.long
 def test_auto_forks_more_while_it_runs(monkeypatch):
     monkeypatch.setattr(pipeline_module, "WINDOW_S", 0.0)
 
@@ -289,7 +281,6 @@ def script(request: pytest.FixtureRequest) -> Iterator[tuple[subprocess.Popen[st
             process.kill()
 
 
-@pytest.mark.long
 def test_ctrl_c_ends_everything_at_once(script):
     process, pids = script
     assert len(pids) == 3
@@ -303,7 +294,6 @@ def test_ctrl_c_ends_everything_at_once(script):
     assert not any(psutil.pid_exists(pid) for pid in pids)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("script", ["iterating"], indirect=True)
 def test_nobody_outlives_a_parent_that_is_killed(script):
     process, pids = script
@@ -313,7 +303,6 @@ def test_nobody_outlives_a_parent_that_is_killed(script):
     assert gone(pids)
 
 
-@pytest.mark.long
 def test_what_processes_take_of_processors_is_counted():
     def compute(number):
         end_s = time.process_time() + 0.05
@@ -349,7 +338,6 @@ def test_a_process_has_its_next_item_before_it_has_finished_one(tmp_path):
         assert list(ready) == list(range(8))
 
 
-@pytest.mark.long
 def test_it_may_begin_in_any_thread():
     found: list[Any] = []
     thread = threading.Thread(target=lambda: found.extend(run(lambda number: (number, os.getpid()), range(3), 2)))

@@ -45,7 +45,6 @@ def train(
         return [loss.item() for loss in losses]
 
 
-@pytest.mark.long
 def test_what_fits_to_the_byte_trains_and_a_byte_less_fails() -> None:
     peak = asked(None).peaks[0].size_bytes
     assert asked(peak).fits
@@ -57,7 +56,6 @@ def test_what_fits_to_the_byte_trains_and_a_byte_less_fails() -> None:
     assert operator in str(caught.value), "it fails where the peak was said to be"
 
 
-@pytest.mark.long
 def test_the_largest_batch_trains_and_one_more_sample_fails() -> None:
     budget = asked(None).peaks[0].size_bytes // 2
     found = asked(budget)
@@ -69,7 +67,6 @@ def test_the_largest_batch_trains_and_one_more_sample_fails() -> None:
         train(budget, batch=found.largest.fails)
 
 
-@pytest.mark.long
 def test_a_way_that_fits_trains_within_the_budget() -> None:
     budget = asked(None, name="unet").peaks[0].size_bytes * 3 // 4
     found = asked(budget, name="unet", plan=onebox.DataParallel(micro_batch=BATCH))
@@ -83,7 +80,6 @@ def test_a_way_that_fits_trains_within_the_budget() -> None:
     assert train(budget, best.plan, name="unet") == pytest.approx(train(4 * budget, name="unet"), rel=1e-10)
 
 
-@pytest.mark.long
 def test_an_open_pool_is_asked_about_as_it_is(pools: Shelf) -> None:
     pool, case = pools(2), CASES[NAME]
     model = case.model()

@@ -27,7 +27,6 @@ BEHIND = 3
 """Steps behind a change, or a loss."""
 
 
-@pytest.mark.long
 def test_a_run_in_which_nothing_changes_decides_nothing() -> None:
     torch.manual_seed(0)
     built = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
@@ -52,7 +51,6 @@ def test_a_run_in_which_nothing_changes_decides_nothing() -> None:
         assert len(trainer.plan.devices) == 2
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("when", ["prepared", "done"])
 def test_a_worker_is_lost_beside_a_change_and_losses_are_those_of_one_process(
     when: str, monkeypatch: pytest.MonkeyPatch

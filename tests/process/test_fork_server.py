@@ -118,7 +118,6 @@ def trained(threads: int) -> dict[str, torch.Tensor]:
     return dict(model.state_dict())
 
 
-@pytest.mark.long
 def test_it_computes_the_same_to_the_last_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     forked = trained(threads=2)
     monkeypatch.setattr(local_module, "OWN", None)
@@ -126,7 +125,6 @@ def test_it_computes_the_same_to_the_last_bit(monkeypatch: pytest.MonkeyPatch) -
     assert all(torch.equal(forked[name], fresh[name]) for name in fresh)
 
 
-@pytest.mark.long
 def test_it_is_a_child_of_the_fork_server_in_a_session_of_its_own_with_nothing_open_of_others(own: ForkServers) -> None:
     with worker(own) as one, worker(own) as two:
         assert isinstance(one._process, ForkedWorker) and isinstance(two._process, ForkedWorker)
@@ -146,7 +144,6 @@ def links(process: int) -> list[str]:
     return [os.readlink(path) for path in Path(f"/proc/{process}/fd").iterdir()]
 
 
-@pytest.mark.long
 def test_it_may_run_where_this_thread_may_when_it_is_born(fork_server: ForkServerProcess, words: IO[bytes]) -> None:
     before = os.sched_getaffinity(0)
     try:
@@ -182,7 +179,6 @@ def test_those_of_another_user_have_nothing_of_root(own: ForkServers) -> None:
 # ---- what a fork server is
 
 
-@pytest.mark.long
 def test_it_has_one_thread_and_has_asked_no_driver_for_anything(fork_server: ForkServerProcess) -> None:
     assert len(os.listdir(f"/proc/{fork_server.pid}/task")) == 1
     assert not [link for link in links(fork_server.pid) if link.startswith("/dev/") and link != os.devnull]
@@ -194,7 +190,6 @@ def test_it_has_one_thread_and_has_asked_no_driver_for_anything(fork_server: For
     assert said.stdout.split() == ["False", "True"]
 
 
-@pytest.mark.long
 def test_where_a_library_starts_threads_workers_are_started_from_nothing_and_it_is_said_once(
     caplog: pytest.LogCaptureFixture, words: IO[bytes]
 ) -> None:
@@ -210,7 +205,6 @@ def test_where_a_library_starts_threads_workers_are_started_from_nothing_and_it_
     assert "started threads" in record.getMessage()
 
 
-@pytest.mark.long
 def test_a_fork_server_that_cannot_import_says_why(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, words: IO[bytes]
 ) -> None:
@@ -272,7 +266,6 @@ def test_the_end_of_a_killed_worker_is_reported(own: ForkServers, status: int) -
 # ---- whose it is
 
 
-@pytest.mark.long
 def test_what_a_fork_would_inherit_makes_another(own: ForkServers, words: IO[bytes]) -> None:
     plain = worker_environment(1)
     assert inheritance(plain) == inheritance(dict(reversed(plain.items())))
@@ -303,7 +296,6 @@ def test_more_environments_than_are_kept_get_processes_of_their_own(
     assert ForkServers().spawn_worker(worker_environment(1), words) is None
 
 
-@pytest.mark.long
 def test_a_fork_server_that_is_expected_is_the_one_that_forks(words: IO[bytes]) -> None:
     made = ForkServers()
     made.expect(worker_environment(1))
@@ -314,7 +306,6 @@ def test_a_fork_server_that_is_expected_is_the_one_that_forks(words: IO[bytes]) 
     made.close()
 
 
-@pytest.mark.long
 def test_a_fork_server_without_workers_is_not_waited_for() -> None:
     """It may still be importing PyTorch, as where a command fails early."""
     made = ForkServers()
@@ -324,7 +315,6 @@ def test_a_fork_server_without_workers_is_not_waited_for() -> None:
     assert server._process.returncode == -signal.SIGKILL
 
 
-@pytest.mark.long
 def test_a_fork_server_that_has_ended_is_replaced(words: IO[bytes]) -> None:
     made = ForkServers()
     first = made.spawn_worker(worker_environment(1), words)
@@ -342,7 +332,6 @@ def test_a_fork_server_that_has_ended_is_replaced(words: IO[bytes]) -> None:
         other.spawn_worker(words)
 
 
-@pytest.mark.long
 def test_workers_end_with_their_fork_server_and_what_is_known_is_said() -> None:
     made = ForkServers()
     with worker(made) as started:
@@ -356,7 +345,6 @@ def test_workers_end_with_their_fork_server_and_what_is_known_is_said() -> None:
     made.close()
 
 
-@pytest.mark.long
 def test_a_stopped_fork_server_of_a_killed_process_ends_and_so_do_its_workers(tmp_path: Path) -> None:
     body = """
 import psutil
@@ -373,7 +361,6 @@ with open_pool("cpu*1", threads=1) as pool:
         assert gone(script.workers, WAIT_S)
 
 
-@pytest.mark.long
 def test_a_fork_of_a_client_has_its_own(tmp_path: Path) -> None:
     body = """
 import psutil

@@ -125,7 +125,6 @@ def test_hangs():
 )
 
 
-@pytest.mark.long
 def test_tests_that_were_over_before_the_time_limit_are_named(tmp_path: Path) -> None:
     (tmp_path / "test_hanging.py").write_text(_THEN_HANGING)
     check = suite("hanging", "", str(tmp_path / "test_hanging.py"), limit_s=20)
@@ -185,7 +184,6 @@ REHEARSED = ["open", "clocks", "bad label", "numerics", "one GPU twice", "two: s
 """Some of each kind; ``python -m tests.gpu_run --device cpu`` rehearses all, for a quarter of an hour."""
 
 
-@pytest.mark.long
 def test_checks_pass_on_cpu_workers_beside_one_that_fails_and_one_that_hangs(tmp_path: Path) -> None:
     (tmp_path / "test_failing.py").write_text(_FAILING)
     own = rehearsed(CHECKS[0].name, *REHEARSED)
@@ -200,7 +198,6 @@ def test_checks_pass_on_cpu_workers_beside_one_that_fails_and_one_that_hangs(tmp
     assert all(found.counts["passed"] for found in report.results if found.counts)
 
 
-@pytest.mark.long
 def test_steps_are_timed_on_a_cpu_worker(tmp_path: Path) -> None:
     report = GpuRun(device="cpu", folder=tmp_path, limit_s=590).all(rehearsed("steps"))
     (found,) = report.results

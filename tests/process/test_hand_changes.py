@@ -290,7 +290,6 @@ def test_a_loss_does_not_bring_the_old_weights_back(after: int) -> None:
     assert_same(found, plain("mlp", plan, clamp))
 
 
-@pytest.mark.long
 def test_a_loss_before_the_next_step_keeps_a_change() -> None:
     (batch,) = CASES["mlp"].batches([8])
     options: dict[str, Any] = {"recover": True, "snapshot_every": 100}

@@ -7,13 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "hybrid.py"
 TIMEOUT_S = 500
 
 
-@pytest.mark.long
 def test_small_models_train_with_less_memory() -> None:
     few = ["--rounds", "1", "--models", "resnet50", "--budgets", "1/4"]
     command = [sys.executable, str(SCRIPT), "--quick", *few, "--json"]
@@ -31,7 +28,6 @@ def test_small_models_train_with_less_memory() -> None:
     assert set(budget) >= {"ratio_to_torch_checkpoint", "ratio_to_torch_save_on_cpu", "alone"}
 
 
-@pytest.mark.long
 def test_it_says_where_pictures_are_missing(tmp_path: Path) -> None:
     command = [sys.executable, str(SCRIPT), "--models", "vgg16", "--data", str(tmp_path)]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)

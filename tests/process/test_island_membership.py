@@ -205,7 +205,6 @@ def compare(
 # ---- without a loss
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(("fragments", "overlap"), [(1, 0), (2, 0), (2, 3)])
 def test_recovery_changes_no_bit_of_a_run_without_losses(fragments: int, overlap: int, pools: Shelf) -> None:
     outer = onebox.Outer(every=4, fragments=fragments, overlap=overlap, shares=[2, 1])
@@ -229,7 +228,6 @@ def test_an_island_that_loses_a_worker_joins_again_at_the_next_outer_step(layout
         assert untouched(pool)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("instruction", ["reduce", "optimizerstep", "operate", "ask", "call"])
 @pytest.mark.parametrize("count", [2, 5])
 def test_an_outer_step_that_fails_half_way_is_void_everywhere_and_done_again(instruction: str, count: int) -> None:
@@ -242,7 +240,6 @@ def test_an_outer_step_that_fails_half_way_is_void_everywhere_and_done_again(ins
         assert {change.kind for change in trainer.island_changes} >= {"left", "joined"}
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("fragments", [1, 2])
 @pytest.mark.parametrize("step", [4, 5, 6, 7])
 def test_sums_that_travel_while_an_island_is_lost(step: int, fragments: int) -> None:
@@ -252,7 +249,6 @@ def test_sums_that_travel_while_an_island_is_lost(step: int, fragments: int) -> 
         assert [change.kind for change in trainer.island_changes if change.kind != "redone"] == ["left", "joined"]
 
 
-@pytest.mark.long
 def test_sums_of_which_some_never_come_are_begun_again() -> None:
     outer = onebox.Outer(every=4, overlap=2, shares=[1, 1, 1])
     faults = {2: [Fault("kill", "reduce", 1)]}
@@ -261,7 +257,6 @@ def test_sums_of_which_some_never_come_are_begun_again() -> None:
         assert [change.kind for change in trainer.island_changes][:2] == ["left", "redone"]
 
 
-@pytest.mark.long
 def test_two_islands_are_lost_one_after_the_other() -> None:
     outer = onebox.Outer(every=3)
     with onebox.open("cpu*3", threads=1) as pool, training(pool, "devices", outer) as trainer:
@@ -281,7 +276,6 @@ SETTINGS = {
 """Settings of which every two meet in some run."""
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("run", covering_array(SETTINGS, lambda run: False), ids=lambda run: "-".join(run.values()))
 def test_codecs_overlap_and_state_on_the_host_with_islands_that_leave_and_join(run: dict[str, str]) -> None:
     """What codecs have lost is dropped with each change of the islands; steps of SGD have the same bits everywhere, so
@@ -308,7 +302,6 @@ def unreplaced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LocalSource, "replace", lambda self, worker, client_key: None)
 
 
-@pytest.mark.long
 @pytest.mark.usefixtures("unreplaced")
 def test_a_run_goes_on_without_an_island_that_is_gone(
     caplog: pytest.LogCaptureFixture, tmp_path: Path, pools: Shelf
@@ -370,7 +363,6 @@ def test_the_state_is_read_right_after_a_loss(
         assert all(torch.equal(tensor, after[name]) for name, tensor in trainer.tensors().items())
 
 
-@pytest.mark.long
 @pytest.mark.usefixtures("unreplaced")
 def test_the_loss_of_the_last_island_is_one_error() -> None:
     with onebox.open("cpu*3", threads=1) as pool, training(pool, "devices", onebox.Outer(every=4)) as trainer:
@@ -386,7 +378,6 @@ def test_the_loss_of_the_last_island_is_one_error() -> None:
             trainer.wait()
 
 
-@pytest.mark.long
 def test_uploads_ahead_and_losses_that_are_read_late() -> None:
     outer = onebox.Outer(every=4)
     batches, losses, uploaded = CASES["mlp"].batches(SIZES), [], []
@@ -402,7 +393,6 @@ def test_uploads_ahead_and_losses_that_are_read_late() -> None:
         assert [change.kind for change in trainer.island_changes] == ["left", "joined"]
 
 
-@pytest.mark.long
 def test_a_worker_that_hangs_is_an_island_that_leaves() -> None:
     outer = onebox.Outer(every=4)
     with onebox.open("cpu*3", threads=1) as pool, training(pool, "devices", outer) as trainer:
@@ -465,8 +455,8 @@ def test_a_late_island_is_not_waited_for_and_its_samples_count_when_it_is_back(l
     ("compression", "state", "victim"),
     [
         ("none", "device", 2),
-        pytest.param("e3m0", "host", 0, marks=pytest.mark.long),
-        pytest.param("int8", "device", 1, marks=pytest.mark.long),
+        ("e3m0", "host", 0),
+        ("int8", "device", 1),
     ],
 )
 def test_sums_on_their_way_are_begun_again_without_an_island_that_is_late(
@@ -482,7 +472,6 @@ def test_sums_on_their_way_are_begun_again_without_an_island_that_is_late(
         assert untouched(pool)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("victim", [0, 2])
 @pytest.mark.parametrize(("fragments", "overlap"), [(2, 0), (1, 2), (2, 3)])
 def test_late_islands_with_fragments_and_overlap(fragments: int, overlap: int, victim: int) -> None:
@@ -491,7 +480,6 @@ def test_late_islands_with_fragments_and_overlap(fragments: int, overlap: int, v
         late_run(pool, "devices", outer, victim)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("overlap", [0, 2])
 def test_late_islands_whose_outer_gradients_travel_in_a_codec(overlap: int) -> None:
     outer = onebox.Outer(every=4, overlap=overlap, compression="e3m0", state="host", quorum=2, grace_s=0.3)
@@ -500,7 +488,6 @@ def test_late_islands_whose_outer_gradients_travel_in_a_codec(overlap: int) -> N
         assert untouched(pool)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("overlap", [0, 2])
 def test_a_quorum_changes_no_bit_of_a_run_in_which_all_are_punctual(overlap: int, pools: Shelf) -> None:
     outer = {"every": 4, "overlap": overlap, "shares": [2, 1]}

@@ -255,7 +255,6 @@ def steps(trainer: onebox.Trainer, batches: Sequence[Any], evaluating: Sequence[
 # ---- numerics
 
 
-@pytest.mark.short
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize("momentum", [0.9, 0.0])
 def test_islands_of_one_device(optimizer: str, momentum: float, pools: Shelf) -> None:
@@ -290,7 +289,6 @@ CASES_OF_ISLANDS: dict[str, tuple[str, int, list[list[int]], Callable[[], Any], 
 """Model, workers, islands, plans and shares."""
 
 
-@pytest.mark.short
 @pytest.mark.parametrize("kind", CASES_OF_ISLANDS)
 def test_islands_of_every_kind(kind: str, pools: Shelf) -> None:
     name, workers, groups, plan, weights = CASES_OF_ISLANDS[kind]
@@ -299,7 +297,6 @@ def test_islands_of_every_kind(kind: str, pools: Shelf) -> None:
     assert_same(found, Reference(name, "adamw", weights, outer).run(SIZES))
 
 
-@pytest.mark.short
 @pytest.mark.parametrize("fragments", [2, 3])
 def test_fragments_are_synchronised_in_turn(fragments: int, pools: Shelf) -> None:
     outer = onebox.Outer(every=4, fragments=fragments, shares=[2, 1])
@@ -307,7 +304,6 @@ def test_fragments_are_synchronised_in_turn(fragments: int, pools: Shelf) -> Non
     assert_same(found, Reference("cnn", "sgd", [2, 1], outer).run(SIZES))
 
 
-@pytest.mark.short
 @pytest.mark.parametrize(("overlap", "fragments", "keep"), [(1, 1, 0.5), (3, 2, 0.5), (2, 1, 0.0)])
 def test_sums_travel_while_islands_go_on(overlap: int, fragments: int, keep: float, pools: Shelf) -> None:
     outer = onebox.Outer(every=4, fragments=fragments, overlap=overlap, keep=keep, shares=[2, 1])
@@ -409,7 +405,6 @@ def test_outer_gradients_in_a_codec_are_those_of_the_plain_implementation(
     assert_same(found, expected, tolerance=1e-14)
 
 
-@pytest.mark.short
 @pytest.mark.parametrize(
     ("codec", "dtype", "overlap", "fragments"),
     [("e3m0", torch.float64, 0, 1), ("e3m0", torch.float32, 3, 2), ("int8", torch.float32, 1, 3)],
@@ -570,7 +565,6 @@ def evaluated(reference: Reference, batches: Sequence[Any]) -> float:
     return found / sum(len(x) for x, _ in batches)
 
 
-@pytest.mark.long
 def test_an_evaluation_before_the_first_step_does_not_fix_plans_and_shares(pools: Shelf) -> None:
     """With plan="auto" those of steps are made for their own batches, also for one that was uploaded before."""
     case, outer = CASES["mlp"], onebox.Outer(every=2, shares=[2, 1])
@@ -597,7 +591,6 @@ def test_an_evaluation_before_the_first_step_does_not_fix_plans_and_shares(pools
         torch.testing.assert_close(found.tensors[name], tensor, rtol=0, atol=AGREE)
 
 
-@pytest.mark.long
 def test_a_checkpoint_before_the_first_step_has_no_plans_of_an_evaluation(pools: Shelf, tmp_path: Path) -> None:
     case, outer = CASES["mlp"], onebox.Outer(every=2)
     batches, model = case.batches([12] * 3), case.model()
@@ -679,7 +672,6 @@ def test_after_synchronize_a_change_of_the_model_before_it_is_refused(pools: She
         assert any(torch.equal(tensor, first) for tensor in found.values()), "the model was that of the workers"
 
 
-@pytest.mark.long
 def test_trainers_of_the_same_tensors_see_what_synchronize_made(pools: Shelf) -> None:
     case, model = CASES["mlp"], CASES["mlp"].model()
     arguments: dict[str, Any] = {"pool": pools(2), "plan": SMALL, "islands": [[0], [1]], "outer": onebox.Outer(every=5)}
@@ -732,7 +724,6 @@ def test_the_state_of_the_outer_optimizer_counts_in_the_forecast_of_memory(pools
     assert peaks[1] - peaks[0] == held[1] - held[0] == sum(parameter.nbytes for parameter in model.parameters())
 
 
-@pytest.mark.short
 @pytest.mark.parametrize(("overlap", "codec"), [(2, "e3m0"), (0, "int8"), (0, "none")])
 def test_outer_state_on_the_host_has_the_same_bits_and_leaves_the_device(
     overlap: int, codec: OuterCodec, pools: Shelf
@@ -773,7 +764,6 @@ def test_outer_state_on_the_host_has_the_same_bits_and_leaves_the_device(
 # ---- checkpoints
 
 
-@pytest.mark.short
 @pytest.mark.parametrize("half", [4, 6])  # right after an outer step, and between two
 @pytest.mark.parametrize(("fragments", "overlap"), [(1, 0), (2, 0), (2, 3)])
 def test_a_resumed_run_ends_with_the_same_bits(
@@ -816,7 +806,7 @@ def resumed_with_the_same_bits(outer: onebox.Outer, half: int, pools: Shelf, tmp
         assert_same(steps(trainer, batches[half:]), straight)
 
 
-@pytest.mark.parametrize("overlap", [pytest.param(0, marks=pytest.mark.long), 3])
+@pytest.mark.parametrize("overlap", [0, 3])
 def test_a_resumed_run_is_synchronised_before_its_first_step(overlap: int, pools: Shelf, tmp_path: Path) -> None:
     """With the first batch, be it of an evaluation."""
     case, outer, found = CASES["mlp"], onebox.Outer(every=4, overlap=overlap), []

@@ -86,7 +86,6 @@ def outcome(trainer: onebox.Trainer, losses: Sequence[Any]) -> Outcome:
     return Outcome(losses=[float(loss) for loss in losses], norms=[], tensors=tensors)
 
 
-@pytest.mark.sample(2)
 @pytest.mark.parametrize("delay", ["none", "predict"])
 @pytest.mark.parametrize("made", [frozen, detached])
 def test_what_is_not_trained_has_no_versions(

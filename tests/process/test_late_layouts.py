@@ -118,7 +118,6 @@ def test_late_gradients_wherever_things_are(name: str, which: str, optimizer: st
     assert delays == {0: 1, 1: len(SIZES) - 2}
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(("which", "devices"), [("stages", (0, (1, 2))), ("replicas", (0, 1))])
 def test_stages_of_bf16_round_the_version_that_a_step_is_computed_with(which: str, devices: Any, pools: Shelf) -> None:
     """Once a step, though what is left of it is computed a window later; the same products as in one process."""

@@ -13,23 +13,19 @@ from tests.launchers.cases import CASES, Case, difference, run
 
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "launchers.py"
 
-QUICK = ("torchrun DistributedDataParallel 2", "lightning ddp 2", "accelerate launch 2")
-"""Those of the short tier: a launcher of processes, one that starts them itself, and one with saved state."""
+QUICK = "torchrun DistributedDataParallel 2"
+"""The one of the short tier."""
 
 
-def _marked(case: Case) -> object:
-    return pytest.param(case, id=case.title, marks=() if case.title in QUICK else pytest.mark.long)
-
-
-@pytest.mark.short
-@pytest.mark.parametrize("case", [_marked(case) for case in CASES])
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, id=case.title, marks=[pytest.mark.short] * (case.title == QUICK)) for case in CASES]
+)
 def test_a_script_has_the_losses_of_the_cpu(case: Case) -> None:
     ours, plain = run(case, virtual=True), run(case, virtual=False)
     assert ours.ranks == (case.devices if case.ranks else 1)
     assert difference(ours, plain) <= case.tolerance
 
 
-@pytest.mark.long
 def test_the_doubled_loss_of_a_classifier_is_that_of_transformers_on_the_cpu() -> None:
     """Two ranks on the CPU log twice the loss of one process with the same batch, without any virtual device."""
     (case,) = (each for each in CASES if each.name == "DataParallel, classifier")
@@ -38,7 +34,6 @@ def test_the_doubled_loss_of_a_classifier_is_that_of_transformers_on_the_cpu() -
     assert doubled.losses[0] == pytest.approx(2 * once.losses[0], rel=1e-5)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("name", ["even", "uneven"])
 def test_planned_steps_are_compared_with_those_of_data_parallel(name: str) -> None:
     line = [

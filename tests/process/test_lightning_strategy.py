@@ -146,7 +146,6 @@ def test_a_run_logs_what_that_on_the_cpu_logs(tmp_path: Path, pools: Shelf) -> N
     assert strategy.planned is None
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("workers", "plan", "tolerance", "more"),
     [
@@ -158,7 +157,6 @@ def test_a_run_logs_what_that_on_the_cpu_logs(tmp_path: Path, pools: Shelf) -> N
         (2, None, EXACT, {"max_epochs": -1, "max_steps": 9}),
     ],
 )
-@pytest.mark.short
 def test_other_runs_log_what_those_on_the_cpu_log(
     workers: int, plan: Any, tolerance: float, more: dict[str, Any], tmp_path: Path, pools: Shelf
 ) -> None:
@@ -176,7 +174,6 @@ class Segments(callbacks.Callback):
             self.names = strategy.planned.captures.segments(batch, 2)
 
 
-@pytest.mark.long
 def test_a_pipeline_logs_what_the_cpu_logs(tmp_path: Path, pools: Shelf) -> None:
     seen = Segments()
     Run(tmp_path / "seen", OneboxStrategy(pools(2)), max_epochs=-1, max_steps=1, callbacks=[seen])
@@ -186,7 +183,6 @@ def test_a_pipeline_logs_what_the_cpu_logs(tmp_path: Path, pools: Shelf) -> None
     require_same(Run(tmp_path / "ours", OneboxStrategy(pools(2), plan=plan)), Run(tmp_path / "plain"), EXACT)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("first", ["planned", "plain"])
 def test_a_checkpoint_of_one_is_resumed_by_the_other(first: str, tmp_path: Path, pools: Shelf) -> None:
     kinds = {
@@ -206,7 +202,6 @@ def test_a_checkpoint_of_one_is_resumed_by_the_other(first: str, tmp_path: Path,
         assert [type(each) for each in left[0]] == [type(each) for each in right[0]]
 
 
-@pytest.mark.long
 def test_a_resumed_run_draws_the_random_numbers_of_the_whole_one(tmp_path: Path, pools: Shelf) -> None:
     whole = Run(tmp_path / "whole", OneboxStrategy(pools(2)), module=Digits(0.3).double())
     start = tmp_path / "whole" / "epoch=0.ckpt"
@@ -214,7 +209,6 @@ def test_a_resumed_run_draws_the_random_numbers_of_the_whole_one(tmp_path: Path,
     require_same(rest, whole, EXACT, last=True)
 
 
-@pytest.mark.long
 def test_the_loss_of_a_worker_is_not_noticed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with open_pool("cpu*2", threads=1, faults={1: (Fault("kill", "reduce", 5),)}) as pool:
         caplog.set_level(logging.WARNING, logger="onebox")
@@ -229,7 +223,6 @@ class Failing(callbacks.Callback):
             raise ZeroDivisionError
 
 
-@pytest.mark.long
 def test_a_run_that_fails_leaves_the_present_weights(tmp_path: Path) -> None:
     found = []
     for strategy in (OneboxStrategy("cpu*2"), "auto"):
@@ -243,7 +236,6 @@ def test_a_run_that_fails_leaves_the_present_weights(tmp_path: Path) -> None:
     assert max((a - b).abs().max().item() for a, b in zip(*found, strict=True)) <= EXACT
 
 
-@pytest.mark.long
 def test_a_strategy_serves_further_runs(tmp_path: Path, pools: Shelf) -> None:
     strategy = OneboxStrategy(pools(2))
     ours, plain = Run(tmp_path / "ours", strategy), Run(tmp_path / "plain")
@@ -358,10 +350,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.short
-@pytest.mark.parametrize(
-    "case", [each if each in ("manual", "epoch") else pytest.param(each, marks=pytest.mark.long) for each in REFUSED]
-)
+@pytest.mark.parametrize("case", REFUSED)
 def test_what_a_plan_does_not_do_is_refused_before_a_step(case: str, tmp_path: Path, pools: Shelf) -> None:
     module, more, said = REFUSED[case]
     made = module()
@@ -372,7 +361,6 @@ def test_what_a_plan_does_not_do_is_refused_before_a_step(case: str, tmp_path: P
     assert all(torch.equal(a, b) for a, b in zip(before, made.parameters(), strict=True))
 
 
-@pytest.mark.short
 def test_an_option_that_there_is_not_is_refused() -> None:
     with pytest.raises(
         onebox.OneboxError, match=r"OneboxStrategy\(outer=...\): allowed are plan, adaptive, .*recovery"

@@ -76,7 +76,6 @@ def test_islands_have_an_age(pool: onebox.Pool) -> None:
         ]
 
 
-@pytest.mark.long
 def test_details_that_fail_leave_the_rest_and_are_not_made_at_once_again(
     pool: onebox.Pool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -101,7 +100,6 @@ def test_details_that_fail_leave_the_rest_and_are_not_made_at_once_again(
     ]
 
 
-@pytest.mark.long
 def test_a_worker_that_is_lost_and_replaced(pool: onebox.Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     recovery = onebox.Recovery(snapshot_every=1)
     with onebox.Trainer(*parts(), pool=pool, plan=onebox.DataParallel(), recovery=recovery) as trainer:

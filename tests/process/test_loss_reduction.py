@@ -235,7 +235,6 @@ def test_uploads_and_samples_that_stay_have_their_weights(cache: str | None, poo
     assert_equal(model, found, case)
 
 
-@pytest.mark.long
 def test_steps_that_overlap_have_their_own_weights(pools: Shelf) -> None:
     """In an asynchronous pipeline the end of backward comes in the window of the next step, which has other weights."""
     case = CASES["tokens"]
@@ -255,7 +254,6 @@ def test_steps_that_overlap_have_their_own_weights(pools: Shelf) -> None:
         assert torch.allclose(tensors[name], tensor, rtol=0, atol=1e-10), name
 
 
-@pytest.mark.long
 def test_steps_are_done_again_with_their_weights() -> None:
     case = CASES["a share of ignored alone"]
     model, data = case.model(), list(case.data) * 3
@@ -458,7 +456,6 @@ class Balanced(nn.Module):
         return loss + outputs.mean(0).square().sum() if self.training else loss
 
 
-@pytest.mark.long
 def test_what_is_computed_in_training_alone_is_checked(pools: Shelf) -> None:
     model, plan = mlp(), onebox.DataParallel(micro_batch=2)
     with (

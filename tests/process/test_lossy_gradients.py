@@ -243,7 +243,6 @@ class Mixed(nn.Module):
         return self.last(self.middle(self.first(x).tanh().bfloat16()).tanh().float())
 
 
-@pytest.mark.long
 def test_exact_buckets_between_coded_ones_keep_the_order(pools: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
     """A replica without a micro-batch has all buckets ready at once, the other one after the other."""
     monkeypatch.setattr(gradients, "BUCKET_BYTES", 1)

@@ -53,7 +53,6 @@ RUNS: list[tuple[str, str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(("name", "which", "options"), RUNS, ids=lambda value: value if isinstance(value, str) else "")
 def test_each_instruction_uses_what_was_predicted(
     pools: Shelf, name: str, which: str, options: Mapping[str, Any]

@@ -98,7 +98,6 @@ def assert_same_bits(one: Run, other: Run) -> None:
         assert torch.equal(value, twin) if isinstance(value, Tensor) and isinstance(twin, Tensor) else value == twin
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "dtype", "optimizer"), [("unet", torch.float64, "adamw"), ("gpt2", torch.float32, "sgd")]
 )
@@ -136,7 +135,6 @@ def test_replicas_that_change_places_and_shares_keep_the_result(pool: onebox.Poo
     assert torch.allclose(torch.tensor(found.losses), torch.tensor(whole.losses), rtol=0, atol=1e-10)
 
 
-@pytest.mark.long
 def test_only_what_moves_travels_and_not_through_the_client(pool: onebox.Pool) -> None:
     case = CASES["gpt2"]
     plan = staged("gpt2", (0, 1))
@@ -153,7 +151,7 @@ def test_only_what_moves_travels_and_not_through_the_client(pool: onebox.Pool) -
     assert max(sent) < moves.size_bytes, (sent, moves, names)
 
 
-@pytest.mark.parametrize("name", ["mlp", pytest.param("gpt2", marks=pytest.mark.long)])
+@pytest.mark.parametrize("name", ["mlp", "gpt2"])
 def test_other_micro_batches_keep_the_result_of_a_model_that_does_not_depend_on_them(
     name: str, pool: onebox.Pool
 ) -> None:
@@ -198,7 +196,6 @@ def test_versions_of_weights_move_with_what_is_stepped(pool: onebox.Pool, delay:
     assert_same_bits(trained(pool, "mlp", plan, changes, optimizer="sgd", **more), whole)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(("delay", "optimizer"), [("none", "sgd"), ("predict", "sgd"), ("both", "adamw")])
 def test_versions_of_weights_move_with_shared_out_states_too(pool: onebox.Pool, delay: str, optimizer: str) -> None:
     """Also where what owners hand out is under way for longer than a step takes."""

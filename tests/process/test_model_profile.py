@@ -43,7 +43,7 @@ class Blocks(nn.Module):
         return self.end(h)  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("norm", [nn.LayerNorm, pytest.param(nn.BatchNorm1d, marks=pytest.mark.long)])
+@pytest.mark.parametrize("norm", [nn.LayerNorm, nn.BatchNorm1d])
 def test_equal_blocks_are_measured_once(norm: type[nn.Module]) -> None:
     model, batch = Blocks(norm), (torch.ones(BATCH, 4), torch.zeros(BATCH, 2))
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -62,7 +62,6 @@ def test_equal_blocks_are_measured_once(norm: type[nn.Module]) -> None:
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("room", "expected"),
     [
@@ -94,7 +93,6 @@ def test_sizes_take_turns_in_slices_as_long_as_a_batch_if_there_is_memory_for_al
     assert (small.size, large.size) == (1, 8)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(("enough_s", "steps"), [(0.0, 2), (1e3, 10)])
 def test_long_steps_are_measured_once_and_short_ones_until_it_is_enough(
     enough_s: float, steps: int, monkeypatch: pytest.MonkeyPatch
@@ -193,7 +191,7 @@ def test_a_slow_layer_ends_a_measurement_with_a_single_call(monkeypatch: pytest.
     assert cut.update_s > 0 < cut.call_s
 
 
-@pytest.mark.parametrize("pieces", [0, 1, 4, pytest.param(5, marks=pytest.mark.long), 10, 1000])
+@pytest.mark.parametrize("pieces", [0, 1, 4, 5, 10, 1000])
 def test_a_profile_that_is_cut_short_after_some_pieces_is_complete(
     pieces: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -32,7 +32,7 @@ from tests.trainer_arguments import grouped
 SIZES = (6, 6, 5)
 ISLAND_SIZES = (9, 9, 8, 9, 9)
 
-SEEDS = [pytest.param(seed, marks=[pytest.mark.long] * (seed > 0), id=f"seed{seed}") for seed in range(4)]
+SEEDS = [pytest.param(seed, id=f"seed{seed}") for seed in range(4)]
 
 
 @pytest.fixture(scope="module", params=SEEDS)
@@ -75,7 +75,6 @@ def test_islands(pool: onebox.Pool, overlap: int, more: dict[str, Any]) -> None:
     assert untouched(pool)
 
 
-@pytest.mark.long
 def test_migration(pool: onebox.Pool) -> None:
     plan = staged("unet", (0, 1, 2))
     there = moved(plan, 0, 1)
@@ -85,7 +84,6 @@ def test_migration(pool: onebox.Pool) -> None:
     assert_same(Outcome(losses=found.losses, norms=[], tensors=tensors), expected)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("policy", ["offload", "swap"])
 def test_offload(pool: onebox.Pool, policy: str) -> None:
     found = {}
@@ -96,7 +94,6 @@ def test_offload(pool: onebox.Pool, policy: str) -> None:
     assert_same(found[policy], found["keep"])
 
 
-@pytest.mark.long
 def test_recovery(pool: onebox.Pool) -> None:
     case, plan = CASES["dropping"], staged("dropping", (0, 1))
     model = case.model()

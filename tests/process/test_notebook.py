@@ -21,7 +21,6 @@ def shown(thing: object) -> str:
     return re.sub(r"\s+", " ", " ".join(ElementTree.fromstring(html).itertext()))
 
 
-@pytest.mark.long
 def test_pool_plan_and_trainer_draw_themselves(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 4))

@@ -103,7 +103,6 @@ def test_the_same_bits_in_less_memory(pools: Shelf, name: str, devices: Sequence
         assert untouched(pool)
 
 
-@pytest.mark.long
 def test_gradients_wait_where_the_optimizer_is(pools: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the optimizer on the host they are on the device only while a backward adds to them."""
     monkeypatch.setattr(offload, "LEAST_BYTES", 1)
@@ -218,7 +217,6 @@ def test_a_copy_that_hangs_is_noticed() -> None:
     assert gone(processes, ENDED_S)
 
 
-@pytest.mark.long
 def test_a_worker_that_is_killed_while_it_copies_is_made_up_for() -> None:
     plan, batches = plan_for("unet", DEVICES, "offload"), FATED["unet"].batches([BATCH] * 3)
     runs = []
@@ -247,7 +245,6 @@ with open_pool("cpu", threads=1) as pool, over(pool, "vgg", chain("offload")) as
 """
 
 
-@pytest.mark.long
 def test_ctrl_c_while_copies_are_under_way(tmp_path: Path) -> None:
     with Script(tmp_path, TRAIN) as script:
         script.wait_until_ready()

@@ -245,7 +245,6 @@ def test_late_gradients_are_treated_as_suits_each_class(pools: Shelf, caplog: py
 # ---- what goes on elsewhere
 
 
-@pytest.mark.long
 def test_a_run_that_lost_a_worker_has_the_bits_of_one_that_lost_none() -> None:
     outcomes = []
     for killed in (False, True):

@@ -20,7 +20,6 @@ def pool(pools: Shelf) -> onebox.Pool:
     return pools(4)
 
 
-@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("model", "schedule"),
     [
@@ -46,7 +45,6 @@ def test_other_models_in_stages(model: str, schedule: str, pool: onebox.Pool) ->
     assert_same(run(pool, model, plan, sizes), reference(model, plan, sizes))
 
 
-@pytest.mark.long
 def test_parallel_branches_on_different_devices(pool: onebox.Pool) -> None:
     """Every segment is a stage, so that the branches of a block lie beside each other, on all devices."""
     stages = tuple(

@@ -59,7 +59,6 @@ def test_islands_are_planned_beside_exact_steps_and_run(compression: OuterCodec,
         assert {device: found.modes[1].peak_bytes[device] for device in peaks} == peaks
 
 
-@pytest.mark.long
 def test_over_a_slow_link_each_way_to_train_pays_more_than_the_one_before() -> None:
     links = {(0, 1): Link(latency_s=0.001, bandwidth_bps=2e6)}
     torch.manual_seed(0)

@@ -69,7 +69,6 @@ def plain(pools: Shelf) -> int:
     return peak_bytes(found)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("part", [0.6, 0.4])
 def test_what_does_not_fit_gets_fates_that_fit(part: float, plain: int) -> None:
     budget = int(plain * part)
@@ -101,7 +100,6 @@ def test_what_does_not_fit_gets_fates_that_fit(part: float, plain: int) -> None:
     assert_same(type(expected)(losses=losses, norms=[], tensors=tensors), expected)
 
 
-@pytest.mark.long
 def test_one_policy_alone_and_none_at_all(plain: int) -> None:
     with onebox.open("cpu", threads=1, memory=int(plain * 0.6)) as pool:
         for policy in ("recompute", "offload"):

@@ -281,8 +281,6 @@ CASES: dict[str, tuple[int, float, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.long
-@pytest.mark.short
 @pytest.mark.parametrize("case", CASES)
 def test_other_runs_log_what_those_of_transformers_log(case: str, tmp_path: Path, pools: Shelf) -> None:
     workers, tolerance, more = CASES[case]
@@ -291,7 +289,6 @@ def test_other_runs_log_what_those_of_transformers_log(case: str, tmp_path: Path
     require_same(ours, run(transformers.Trainer, tmp_path / "plain", **more), tolerance)
 
 
-@pytest.mark.long
 def test_a_pipeline_logs_what_transformers_logs(tmp_path: Path, pools: Shelf) -> None:
     more = {"compute_loss_func": loss_of_tokens}
     plan = in_two_stages(tmp_path / "segments", pools(2))
@@ -299,7 +296,6 @@ def test_a_pipeline_logs_what_transformers_logs(tmp_path: Path, pools: Shelf) ->
     require_same(ours, run(transformers.Trainer, tmp_path / "plain", **more), EXACT)
 
 
-@pytest.mark.long
 def test_a_loss_of_a_subclass_is_captured(tmp_path: Path, pools: Shelf) -> None:
     more = {"model": classifier, "data": Texts(classes=True), "settings": {"gradient_accumulation_steps": 2}}
     plan = onebox.DataParallel(micro_batch=3)
@@ -307,7 +303,6 @@ def test_a_loss_of_a_subclass_is_captured(tmp_path: Path, pools: Shelf) -> None:
     require_same(ours, run(Penalised, tmp_path / "plain", **more), EXACT)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("more", "times"),
     [
@@ -330,7 +325,6 @@ def test_a_loss_is_evaluated_on_the_pool_where_micro_batches_are_known_to_make_i
     assert len(found) == times
 
 
-@pytest.mark.long
 def test_metrics_are_computed_with_the_present_weights(tmp_path: Path, pools: Shelf) -> None:
     def accuracy(found: Any) -> dict[str, float]:
         return {"accuracy": float((found.predictions.argmax(-1) == found.label_ids).mean())}
@@ -340,7 +334,6 @@ def test_metrics_are_computed_with_the_present_weights(tmp_path: Path, pools: Sh
     require_same(ours, run(transformers.Trainer, tmp_path / "plain", **more), EXACT)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("first", ["planned", "plain"])
 def test_a_checkpoint_of_one_is_resumed_by_the_other(first: str, tmp_path: Path, pools: Shelf) -> None:
     """The file of the optimizer, too, is what the other one writes."""
@@ -364,7 +357,6 @@ def test_a_checkpoint_of_one_is_resumed_by_the_other(first: str, tmp_path: Path,
         assert torch.allclose(a, b, rtol=0, atol=1e-9) if isinstance(a, Tensor) else a == pytest.approx(b)
 
 
-@pytest.mark.long
 def test_a_resumed_run_draws_the_random_numbers_of_the_whole_one(tmp_path: Path, pools: Shelf) -> None:
     more = {"model": lambda: language_model(0.2), "pool": pools(2), "plan": onebox.DataParallel(micro_batch=3)}
     whole = run(PlannedTrainer, tmp_path / "whole", **more)
@@ -372,7 +364,6 @@ def test_a_resumed_run_draws_the_random_numbers_of_the_whole_one(tmp_path: Path,
     require_same(rest, whole, EXACT, resumed=True)
 
 
-@pytest.mark.long
 def test_the_loss_of_a_worker_is_not_noticed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     more = {"compute_loss_func": loss_of_tokens}
     plan = onebox.DataParallel(micro_batch=3)
@@ -384,7 +375,6 @@ def test_the_loss_of_a_worker_is_not_noticed(tmp_path: Path, caplog: pytest.LogC
     require_same(ours, run(transformers.Trainer, tmp_path / "plain", **more), EXACT)
 
 
-@pytest.mark.long
 def test_a_pool_that_is_named_is_open_while_training(tmp_path: Path) -> None:
     """Twice: the second training goes on with the optimizer's state, as that of transformers does."""
     settings = {"max_steps": 2, "save_strategy": "no"}
@@ -403,7 +393,6 @@ class Interrupting(transformers.TrainerCallback):
             raise KeyboardInterrupt
 
 
-@pytest.mark.long
 def test_a_run_that_is_interrupted_leaves_the_present_weights_and_can_begin_again(tmp_path: Path) -> None:
     arguments = transformers.TrainingArguments(
         str(tmp_path), max_steps=6, save_strategy="no", report_to=[], disable_tqdm=True, use_cpu=True
@@ -430,7 +419,6 @@ def first_labels(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -
     return nn.functional.cross_entropy(outputs.logits[:, 0], labels[:, -1])
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("micro_batch", [12, 1])
 def test_a_mean_over_labels_is_one_whatever_the_micro_batches(micro_batch: int, tmp_path: Path, pools: Shelf) -> None:
     """A micro-batch without a label is refused: transformers would divide by the labels of the batch."""
@@ -447,7 +435,6 @@ def test_a_mean_over_labels_is_one_whatever_the_micro_batches(micro_batch: int, 
     require_same(ours, run(transformers.Trainer, tmp_path / "plain", **more), EXACT)
 
 
-@pytest.mark.long
 def test_buckets_pad_texts_as_the_collators_do(tmp_path: Path, pools: Shelf) -> None:
     """Labels beyond the end of a text are none, and the losses are those of shorter texts."""
     settings = {"train_sampling_strategy": "sequential", "eval_strategy": "no"}
@@ -471,7 +458,6 @@ class OwnStep(PlannedTrainer):
         (OwnStep, {}, "OwnStep.training_step, which a plan replaces; override compute_loss"),
     ],
 )
-@pytest.mark.short
 def test_what_a_plan_does_not_do_is_refused_at_once(
     kind: Any, settings: dict[str, Any], said: str, tmp_path: Path
 ) -> None:
@@ -504,7 +490,6 @@ REFUSED_BATCHES: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("case", REFUSED_BATCHES)
 def test_batches_that_are_not_one_step_are_refused(case: str, tmp_path: Path, pools: Shelf) -> None:
     more, said = REFUSED_BATCHES[case]

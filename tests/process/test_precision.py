@@ -181,7 +181,6 @@ def large() -> nn.Module:
     return nn.Sequential(nn.Linear(512, 1024), nn.GELU(), nn.Linear(1024, 512), nn.ReLU(), nn.Linear(512, 8))
 
 
-@pytest.mark.long
 def test_precision_is_measured_where_that_is_asked_for(
     pool: onebox.Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -105,13 +105,11 @@ def test_there_is_something_to_run() -> None:
     assert len(README.read_text().splitlines()) <= 150
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("snippet", [pytest.param(text, id=page) for page, text in SNIPPETS if page != "README.md"])
 def test_snippet(snippet: str, tmp_path: Path) -> None:
     assert run_snippet(snippet, tmp_path).strip()
 
 
-@pytest.mark.long
 def test_the_short_interface(tmp_path: Path) -> None:
     """What README itself shows."""
     (snippet,) = (text for page, text in SNIPPETS if page == "README.md")
@@ -122,7 +120,6 @@ def test_the_short_interface(tmp_path: Path) -> None:
     assert len(lines) <= 16, "the README promises a short interface"
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("block", COMMANDS, ids=lambda block: commands_in(block)[0])
 def test_commands(block: str, tmp_path: Path) -> None:
     lay_out(tmp_path)
@@ -134,7 +131,6 @@ def masked(text: str) -> str:
     return " ".join(re.sub(r"\d[\d,.:]*|\b(?:nan|inf)\b", "#", text).split())
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     "page", [page for page in TUTORIALS if page.stem not in ("index", "two-machines")], ids=lambda page: page.stem
 )
@@ -159,7 +155,6 @@ def test_tutorial(page: Path, tmp_path: Path) -> None:
     assert ran > 1
 
 
-@pytest.mark.long
 def test_the_site_is_built_without_a_warning_and_asks_for_nothing_else(tmp_path: Path) -> None:
     site = tmp_path / "site"
     built = subprocess.run(

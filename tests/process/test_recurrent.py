@@ -113,14 +113,12 @@ def alone(name: str, plan: Plan) -> Outcome:
     return train(model, functional.cross_entropy, adamw(model), batches(), cut, around=around)
 
 
-@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", NETWORKS)
 def test_one_worker_computes_what_one_process_computes(name: str, pools: Shelf) -> None:
     plan = data_parallel(1)
     assert_same(run(pools(1), name, plan), alone(name, plan))
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("name", ["lstm-dropout", "gru"])
 @pytest.mark.parametrize("workers", [2, 3])
 def test_any_number_of_workers_gives_the_same_result(name: str, workers: int, pools: Shelf) -> None:
@@ -128,8 +126,6 @@ def test_any_number_of_workers_gives_the_same_result(name: str, workers: int, po
     assert_same(run(pools(workers), name, plan), alone(name, data_parallel(1)))
 
 
-@pytest.mark.long
-@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("name", "devices", "schedule"),
     [
@@ -146,7 +142,6 @@ def test_layers_in_stages(name: str, devices: tuple[int, ...], schedule: str, po
     assert_same(run(pools(3), name, plan), alone(name, plan))
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("policy", ["recompute", "offload"])
 def test_stages_with_other_policies(policy: str, pools: Shelf) -> None:
     plan = staged("lstm-dropout", (0, 1))
@@ -154,7 +149,6 @@ def test_stages_with_other_policies(policy: str, pools: Shelf) -> None:
     assert_same(run(pools(2), "lstm-dropout", plan), alone("lstm-dropout", plan))
 
 
-@pytest.mark.long
 def test_memory_is_what_was_predicted(pools: Shelf) -> None:
     """What a layer needs for all its steps is part of the prediction."""
     model, batch = build("gru"), batches([6])[0]
@@ -171,7 +165,6 @@ def test_memory_is_what_was_predicted(pools: Shelf) -> None:
         assert trainer.predicted_memory(*batch)[0] == max(event.peak_bytes for event in trainer.events())
 
 
-@pytest.mark.long
 def test_evaluation_is_that_of_one_process(pools: Shelf) -> None:
     model, given = build("lstm-dropout"), batches([6, 6])
     with onebox.Trainer(model, functional.cross_entropy, adamw(model), pool=pools(2)) as trainer:

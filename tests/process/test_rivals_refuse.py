@@ -59,7 +59,6 @@ def test_skip_connections(name: str, devices: Any, pool: onebox.Pool) -> None:
     same(pool, name, staged(name, devices), sizes)
 
 
-@pytest.mark.long
 def test_stages_that_are_no_run_of_layers(pool: onebox.Pool) -> None:
     """Branches side by side, each in a stage of its own; PyTorch's stages are a chain."""
     names = segments("inception")
@@ -76,7 +75,6 @@ def test_batch_norm_in_a_replicated_stage(pool: onebox.Pool) -> None:
         same(pool, "cnn", staged("cnn", ((0, 1), (2, 3)), shares=shares, micro_batch=2), [8, 6, 4, 12, 2])
 
 
-@pytest.mark.long
 def test_clipping_over_stages(pool: onebox.Pool) -> None:
     """The norm is of the gradients of all stages; in PyTorch's pipeline each rank has those of its own stage alone."""
     for devices in ((0, 1, 2), ((0, 1), (2, 3)), (0, 1, 1, 0)):
@@ -101,7 +99,6 @@ def test_random_numbers_do_not_depend_on_the_plan(pool: onebox.Pool) -> None:
 # ---- what a batch may be
 
 
-@pytest.mark.long
 def test_a_batch_size_that_changes_from_step_to_step(pool: onebox.Pool) -> None:
     """PyTorch's stages fix the shapes of what they send and receive with the first step."""
     same(pool, "vit", staged("vit", (0, 1, 2, 3), micro_batch=2), [8, 3, 12, 1, 8, 5])
@@ -164,7 +161,6 @@ def test_a_resumed_run_keeps_its_stages_unless_told_otherwise(pool: onebox.Pool,
     assert all(torch.equal(found[name], tensor) for name, tensor in straight.items())
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("name", ["cnn", "unet", "dropping"])
 def test_evaluation_under_a_plan_of_stages(name: str, pool: onebox.Pool) -> None:
     """Before and between steps; it changes nothing, draws nothing, and takes batches of any size."""

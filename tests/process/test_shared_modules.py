@@ -121,7 +121,6 @@ def two_stages(model: nn.Module, loss: Any, batch: tuple[Any, Any]) -> Plan:
     return Plan(stages=stages, micro_batch=SAMPLES // 2, schedule="1f1b")
 
 
-@pytest.mark.long
 def test_stages_share_too(pools: Shelf) -> None:
     generator, discriminator = models()
     judging, fooling = Judging(generator, discriminator), Fooling(generator, discriminator)
@@ -138,7 +137,6 @@ def test_stages_share_too(pools: Shelf) -> None:
     assert_alike(state(generator, discriminator), plain(2))
 
 
-@pytest.mark.sample(1)
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("clipping", [False, True])
 def test_the_result_is_that_of_one_process(

@@ -61,7 +61,6 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.long
 def test_a_killed_rank_is_started_anew_and_its_memory_is_free(tmp_path: Path) -> None:
     done = command([*TORCHRUN, "--max-restarts", "1", script(tmp_path, RESTARTED)], tmp_path)
     assert done.returncode == 0, done.stderr
@@ -107,7 +106,6 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.long
 def test_a_rank_that_fails_ends_the_group_until_it_is_formed_again(tmp_path: Path) -> None:
     """By the ranks that caught the error, or by torchrun, which starts all of them again."""
     done = command([*TORCHRUN, "--max-restarts", "1", script(tmp_path, FAILED)], tmp_path)
@@ -124,7 +122,6 @@ print(x.sum().item())
 """
 
 
-@pytest.mark.long
 def test_two_ranks_on_one_device_are_refused(tmp_path: Path) -> None:
     done = command([*TORCHRUN, "--nproc-per-node", "2", script(tmp_path, TOGETHER)], tmp_path)
     assert (done.returncode, done.stdout) == (1, "")
@@ -168,7 +165,6 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.short
 def test_what_is_set_or_asked_of_all_devices_does_not_reach_those_of_other_ranks(tmp_path: Path) -> None:
     done = command([*TORCHRUN, script(tmp_path, OF_ALL)], tmp_path)
     assert done.returncode == 0, done.stderr
@@ -193,7 +189,6 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.long
 def test_a_rank_reads_data_by_processes_of_its_own(tmp_path: Path) -> None:
     done = command([*TORCHRUN, script(tmp_path, FED)], tmp_path)
     assert done.returncode == 0, done.stderr
@@ -202,7 +197,6 @@ def test_a_rank_reads_data_by_processes_of_its_own(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.long
 def test_torchrun_needs_a_script(tmp_path: Path) -> None:
     """Where flags of torchrun come, torchrun says so itself."""
     done = command([*TORCHRUN, "--nproc-per-node", "2"], tmp_path)
@@ -247,7 +241,6 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.long
 def test_a_tensor_and_a_module_arrive_as_the_same_memory(tmp_path: Path) -> None:
     done = command(["run", *POOL, script(tmp_path, SENT)], tmp_path)
     assert done.returncode == 0, done.stderr
@@ -274,7 +267,6 @@ print("status", os.waitpid(child, 0)[1], x.tolist())
 """
 
 
-@pytest.mark.long
 def test_a_forked_process_uses_the_devices_too(tmp_path: Path) -> None:
     done = command(["run", *POOL, script(tmp_path, FORKED)], tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
@@ -305,7 +297,6 @@ print("parent", flush=True)
 """
 
 
-@pytest.mark.long
 def test_the_pool_stays_for_processes_that_use_it(tmp_path: Path) -> None:
     (tmp_path / "longer.py").write_text(LONGER)
     done = command(["run", *POOL, script(tmp_path, SHORTER)], tmp_path)
@@ -356,7 +347,6 @@ time.sleep(60)
 """
 
 
-@pytest.mark.long
 def test_a_process_whose_pool_has_ended_gets_an_error(tmp_path: Path) -> None:
     with running(["run", *POOL, script(tmp_path, ORPHAN)], tmp_path) as process:
         read_until(process, "begun 2.0")

@@ -55,7 +55,6 @@ RUNS = [
 """Each layout and most models once; that split layers go with all other settings is in ``test_covering_array``."""
 
 
-@pytest.mark.sample(1)
 @pytest.mark.parametrize(("name", "layout", "optimizer"), RUNS)
 def test_layers_split_over_workers_give_the_result_of_one_process(
     pool: onebox.Pool, name: str, layout: str, optimizer: str
@@ -65,7 +64,6 @@ def test_layers_split_over_workers_give_the_result_of_one_process(
     assert_same(found, reference(name, plan, SIZES, optimizer=optimizer, max_norm=0.5))
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(("name", "schedule"), [("cnn", "1f1b"), ("dropping", "zb-h1")])
 def test_split_layers_are_recomputed_and_offloaded_too(pool: onebox.Pool, name: str, schedule: str) -> None:
     """What the ranks of a stage exchange in forward they exchange again."""

@@ -228,7 +228,6 @@ def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(delay: str, pool: on
     assert all(torch.equal(tensor, expected.tensors[name]) for name, tensor in found.items())
 
 
-@pytest.mark.long
 def test_a_run_that_lost_a_worker_has_the_bits_of_one_that_lost_none() -> None:
     """Snapshots have the older weights, too, and the expected ones; the steps since are done again."""
     plan = staged("cnn", (0, 1, 2), micro_batch=2, schedule=ASYNC)

@@ -332,7 +332,6 @@ def test_a_loss_with_parameters_is_trained_too(pools: Shelf) -> None:
 # ---- inputs
 
 
-@pytest.mark.long
 def test_batches_of_other_shapes_are_captured_once_more(pools: Shelf) -> None:
     case = CASES["gpt2"]
     batches = case.batches([6, 5, 6])

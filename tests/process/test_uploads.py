@@ -163,7 +163,6 @@ def test_an_upload_serves_one_step_of_its_own_trainer(pools: Shelf) -> None:
             trainer_of(pools(2), ahead=-1)
 
 
-@pytest.mark.long
 def test_a_step_that_just_fits_is_not_pushed_out_by_uploads() -> None:
     small, large = CASES["mlp"].batches([6, 24])
     with onebox.open("cpu", threads=1) as pool, trainer_of(pool) as trainer:
@@ -183,7 +182,6 @@ def test_a_step_that_just_fits_is_not_pushed_out_by_uploads() -> None:
         assert most <= memory.peak_bytes <= memory.quota_bytes
 
 
-@pytest.mark.long
 def test_after_a_loss_the_copy_of_the_client_serves() -> None:
     batches = CASES["mlp"].batches(SIZES)
     with onebox.open("cpu*2", threads=1) as pool, trainer_of(pool, recover=True) as trainer:
@@ -199,7 +197,6 @@ def test_after_a_loss_the_copy_of_the_client_serves() -> None:
         assert used(pool) == held  # what the survivor had of them is not there any more
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("islands", [None, [[0], [1]]])
 def test_slow_links_get_fewer_bytes_and_the_result_is_the_same(islands: list[list[int]] | None) -> None:
     generator = torch.Generator().manual_seed(2)

@@ -38,7 +38,6 @@ for child in psutil.Process().children():
 """
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("line", LINES.values(), ids=list(LINES))
 def test_it_says_and_returns_the_same(line: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "there").mkdir()
@@ -54,7 +53,6 @@ def test_it_says_and_returns_the_same(line: list[str], tmp_path: Path, monkeypat
     assert (found.returncode, found.stdout, found.stderr) == (expected.returncode, expected.stdout, expected.stderr)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_it_is_a_child_of_this_process_and_hears_signals(number: signal.Signals) -> None:
     line = [sys.executable, "-c", "import os, time; print(os.getppid(), flush=True); time.sleep(60)"]

@@ -130,7 +130,6 @@ def test_a_variable_lets_sockets_serve(monkeypatch: pytest.MonkeyPatch) -> None:
         assert settled(pool, [0, 0])
 
 
-@pytest.mark.long
 def test_a_worker_that_is_killed_while_tensors_are_under_way_is_named_and_replaced() -> None:
     """What it has sent is used by others, who wait for more."""
     spec = TensorSpec("float32", (4_000_000,))

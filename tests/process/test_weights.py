@@ -126,7 +126,6 @@ def test_it_trains_as_a_model_in_this_process_and_goes_on(
         assert torch.equal(tensor, found[f"model.{'table.weight' if name == 'head.weight' else name}"])
 
 
-@pytest.mark.long
 def test_what_is_not_trained_stays_on_the_meta_device(pools: Shelf, tmp_path: Path) -> None:
     """Of a frozen model with parts of its own, these are pulled; they are changed by hand, and shared."""
 
@@ -159,7 +158,6 @@ def test_what_is_not_trained_stays_on_the_meta_device(pools: Shelf, tmp_path: Pa
     assert losses == pytest.approx(expected.losses, abs=AGREE)
 
 
-@pytest.mark.long
 def test_weights_come_again_after_a_loss_and_planning_needs_none(tmp_path: Path) -> None:
     path = written(tmp_path / "hub", ordinary())
     model = on_meta()
@@ -178,7 +176,6 @@ def test_weights_come_again_after_a_loss_and_planning_needs_none(tmp_path: Path)
     assert planned.plan.stages
 
 
-@pytest.mark.long
 def test_a_file_that_is_away_for_a_while(pools: Shelf, tmp_path: Path) -> None:
     path = written(tmp_path / "hub", ordinary())
     (last,) = path.glob("model-00003-*")
@@ -196,7 +193,6 @@ def test_a_file_that_is_away_for_a_while(pools: Shelf, tmp_path: Path) -> None:
     assert losses == pytest.approx(train(reference, loss, adam(reference), batches(), in_fours).losses, abs=AGREE)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -304,7 +300,6 @@ with onebox.open("cpu*2", threads=1) as pool:
 """
 
 
-@pytest.mark.long
 def test_loading_and_writing_take_less_than_two_files(tmp_path: Path) -> None:
     """Of six files of 64 MiB, a few tensors of 16 MiB are in memory: mapped, and as they are sent."""
     done = subprocess.run(
@@ -377,7 +372,6 @@ def segments_of(model: nn.Module, pool: onebox.Pool, path: Path) -> Plan:
         return halves(trainer, token_batches()[0])
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("family", "tied"),
     [
@@ -410,7 +404,6 @@ def test_a_folder_that_transformers_has_written(pools: Shelf, tmp_path: Path, fa
         assert torch.allclose(tensor, reference.state_dict()[name], rtol=0, atol=AGREE), name
 
 
-@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # PEFT reads it of transformers' models
 def test_adapters_of_peft_are_trained_pulled_and_read_by_it(pools: Shelf, tmp_path: Path) -> None:
     import peft
@@ -464,7 +457,6 @@ def give_values(model: nn.Module) -> None:
             module.reset_lora_parameters("default", init_lora_weights=True)
 
 
-@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # PEFT reads it of transformers' models
 @pytest.mark.parametrize("stored", ["int8", "int4"])
 def test_frozen_weights_are_quantised_as_they_are_read(tmp_path: Path, stored: Any) -> None:

@@ -94,7 +94,6 @@ def test_an_optimizer_that_looks_at_whole_parameters_steps_them_whole(pools: She
     assert_same(*found, tolerance=0)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(("optimizer", "before", "after"), [("adamw", 2, 3), ("sgd", 3, 2), ("adamw", 2, 0)])
 def test_checkpoints_go_on_with_another_number_of_replicas(
     optimizer: str, before: int, after: int, pools: Shelf, tmp_path: Path
@@ -155,7 +154,6 @@ def test_it_steps_on_the_host_too(pools: Shelf) -> None:
 # ---- sums in each host first
 
 
-@pytest.mark.long
 def test_sums_in_each_host_first_give_the_result_of_one_process() -> None:
     """Two hosts of two, joined by a slow link, for which less travels than in one ring."""
     slow = Link(latency_s=1e-3, bandwidth_bps=50e6)

@@ -213,7 +213,6 @@ def work(folder: Path) -> None:
                 float(trainer.step(*batch))
 
 
-@pytest.mark.long
 def test_training_saving_and_resuming_unpickle_nothing(tmp_path: Path, request: pytest.FixtureRequest) -> None:
     work(tmp_path)  # what PyTorch imports on first use is not looked at
     unpicklings: list[str] = request.getfixturevalue("unpicklings")

@@ -2,18 +2,57 @@
 
 from __future__ import annotations
 
+import json
+import os
+from pathlib import Path
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from tests.tiers import CASE_S, FILE, QUICK_S, TEST_S, record, recorded, tiers
 
 SEEN: list[int] = []
 ASKED = 40
 
 
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("case", range(5))
-def test_a_sample_of_cases_is_evenly_spread(case: int, request: pytest.FixtureRequest) -> None:
-    assert (request.node.get_closest_marker("long") is None) == (case in (0, 3))
+def named(*names: str) -> list[tuple[str, str | None]]:
+    return [(name, None) for name in names]
+
+
+def test_quick_tests_and_the_quickest_case_of_a_slow_one_are_short() -> None:
+    tests = named("a.py::quick", "a.py::slow[1]", "a.py::slow[2]", "a.py::slower", "a.py::new")
+    durations = {"a.py::slow[1]": CASE_S, "a.py::slow[2]": QUICK_S + 0.1, "a.py::slower": CASE_S + 0.1}
+    assert tiers(tests, durations) == ["short", "long", "short", "long", "short"]
+
+
+def test_of_many_slow_cases_some_evenly_spread_are_long_and_the_others_for_the_night() -> None:
+    tests = named(*(f"a.py::slow[{case}]" for case in range(13)))
+    found = tiers(tests, {name: TEST_S / 4 for name, _ in tests})
+    assert [place for place, tier in enumerate(found) if tier == "long"] == [0, 4, 7, 10]
+    assert set(found) == {"long", "soak"}
+    assert tiers(tests[:1], {"a.py::slow[0]": 10 * TEST_S}) == ["long"]
+
+
+def test_marks_and_folders_come_first() -> None:
+    tests: list[tuple[str, str | None]] = [("a.py::x", "long"), ("a.py::y", "short"), ("tests/net/a.py::z", None)]
+    assert tiers([*tests, ("tests/net/a.py::short", "short")], {"a.py::y": 90.0}) == ["long", "short", "long", "short"]
+
+
+def test_what_is_recorded_replaces_what_is_known_and_files_that_have_gone_are_forgotten(tmp_path: Path) -> None:
+    file = tmp_path / "durations.json"
+    (tmp_path / "a.py").write_text("")
+    record({"a.py::x": 2.04, "a.py::y": 3.0, "gone.py::z": 9.0}, file, tmp_path)
+    assert recorded(file) == {"a.py::x": 2.0, "a.py::y": 3.0}
+    record({"a.py::y": 0.1}, file, tmp_path)
+    assert json.loads(file.read_text()) == {"a.py": {"x": 2.0}}
+
+
+def test_recorded_tests_exist() -> None:
+    """Files that are renamed take their durations along."""
+    root = Path(__file__).parents[2]
+    assert all(os.path.exists(root / name.partition("::")[0]) for name in recorded())
+    assert len(FILE.read_text()) < 300_000
 
 
 @settings(max_examples=ASKED)
@@ -22,8 +61,8 @@ def test_a_property(number: int) -> None:
     SEEN.append(number)
 
 
-def test_a_property_has_a_quarter_of_its_examples_in_the_short_tier() -> None:
+def test_a_property_has_a_tenth_of_its_examples_in_the_short_tier(request: pytest.FixtureRequest) -> None:
     usual = settings.default
     assert usual is not None
-    assert (usual.max_examples, usual.derandomize) in ((25, True), (100, False))
+    assert (usual.max_examples, usual.derandomize) in ((10, True), (50, True), (100, False))
     assert len(SEEN) in (0, ASKED * usual.max_examples // 100)

@@ -86,7 +86,6 @@ def test_a_lease_brings_workers_that_let_its_client_in_and_nobody_else(shared: H
     assert shared.told("worker-ended")[-1]["exit_status"] == -9
 
 
-@pytest.mark.long
 def test_emulated_devices_are_leased_by_their_numbers() -> None:
     offers = [Offered(device=f"sim:{number}", name="emulated", memory_bytes=1 << 30, threads=1) for number in range(3)]
     with house(*offers) as made:
@@ -99,7 +98,6 @@ def test_emulated_devices_are_leased_by_their_numbers() -> None:
         release(client, leased.lease)
 
 
-@pytest.mark.long
 def test_one_worker_of_a_lease_can_be_given_back_even_if_it_hangs(shared: House) -> None:
     client, other = shared.client("ana"), shared.client("ben")
     leased = client.lease(HALF, HALF)
@@ -121,7 +119,6 @@ def test_one_worker_of_a_lease_can_be_given_back_even_if_it_hangs(shared: House)
     release(client, leased.lease)
 
 
-@pytest.mark.long
 def test_of_two_clients_one_gets_a_device_and_the_other_waits_at_a_visible_place(shared: House) -> None:
     first, second, third = (shared.client(name) for name in ("ana", "ben", "cleo"))
     leased = first.lease(ALL)
@@ -140,7 +137,6 @@ def test_of_two_clients_one_gets_a_device_and_the_other_waits_at_a_visible_place
     release(third, mine.lease)
 
 
-@pytest.mark.long
 def test_the_workers_of_a_silent_client_end_and_those_of_its_other_connection_do_not(shared: House) -> None:
     silent = shared.client("ana")
     alive = shared.client("ana", silent.keys)
@@ -158,7 +154,6 @@ def test_the_workers_of_a_silent_client_end_and_those_of_its_other_connection_do
     release(alive, kept.lease)
 
 
-@pytest.mark.long
 def test_a_worker_that_does_not_start_fails_the_lease_and_frees_what_it_had() -> None:
     missing = Offered(device="cuda:99", name="no such GPU", memory_bytes=1 << 30, threads=1)
     with house(missing) as made:
@@ -192,7 +187,6 @@ def serving() -> Iterator[tuple[subprocess.Popen[str], Raw]]:
             process.kill()
 
 
-@pytest.mark.long
 def test_an_agent_that_is_told_to_end_ends_its_workers() -> None:
     with serving() as (process, client):
         leased = client.lease(HALF)
@@ -202,7 +196,6 @@ def test_an_agent_that_is_told_to_end_ends_its_workers() -> None:
         assert gone([leased.workers[0].process])
 
 
-@pytest.mark.long
 def test_an_agent_that_was_stopped_for_a_while_takes_nobody_for_silent() -> None:
     with serving() as (process, client):
         leased = client.lease(HALF, grace_s=1.0)
@@ -311,7 +304,6 @@ def test_what_is_no_request_is_refused_and_the_agent_goes_on(shared: House) -> N
     assert client.introduce()
 
 
-@pytest.mark.long
 def test_a_cut_connection_keeps_its_lease_and_hears_what_it_missed(shared: House) -> None:
     client = shared.client("ana")
     leased = client.lease(HALF, grace_s=30.0)
@@ -354,7 +346,6 @@ def test_an_agent_listens_at_an_address_of_ipv6() -> None:
         made.close()
 
 
-@pytest.mark.long
 def test_renewals_are_answered_while_workers_start(shared: House) -> None:
     client, other = shared.client("ana"), shared.client("ben")
     leased, started = len(shared.told("leased")), len(shared.told("worker-started"))
@@ -366,7 +357,6 @@ def test_renewals_are_answered_while_workers_start(shared: House) -> None:
     release(client, client.take(Leased).lease)
 
 
-@pytest.mark.long
 def test_workers_end_with_an_agent_that_is_killed() -> None:
     with serving() as (process, client):
         leased = client.lease(HALF)
@@ -380,7 +370,6 @@ def test_the_log_can_be_read_by_clients(shared: House) -> None:
     assert client.take(LogLines).lines == ('{"line": 0}', '{"line": 1}', '{"line": 2}')
 
 
-@pytest.mark.long
 def test_workers_bind_the_ports_that_they_are_given_and_no_others() -> None:
     with house(worker_ports=range(23417, 23419)) as made:  # below those that systems choose by themselves
         client = made.client("ana")

@@ -70,7 +70,6 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.long
 def test_a_wall_clock_that_jumps_is_nobodys_business(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     marks = tmp_path / "marks"
     marks.mkdir()

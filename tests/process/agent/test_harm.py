@@ -59,7 +59,6 @@ def renewed(client: Raw) -> tuple[int, ...]:
     return found.leases
 
 
-@pytest.mark.long
 def test_a_message_that_the_agent_fails_at_costs_its_session_and_nobody_elses(shared: House) -> None:
     ben, ana = shared.client("ben"), shared.client("ana")
     other = shared.client("ana", ana.keys)
@@ -145,7 +144,6 @@ def test_who_takes_the_name_of_anothers_connection_hears_nothing_of_his(shared: 
     assert ana.introduce() and not thief.socket.poll(500)
 
 
-@pytest.mark.long
 def test_who_has_anothers_token_has_a_session_of_his_own(shared: House) -> None:
     ana, thief = shared.client("ana"), shared.raw("eve")
     thief.token = ana.token

@@ -39,9 +39,7 @@ def on(platform: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize(
-    ("platform", "system"), [("win32", "Windows"), pytest.param("darwin", "macOS", marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize(("platform", "system"), [("win32", "Windows"), ("darwin", "macOS")])
 def test_a_client_of_another_system_trains_as_one_process_does(
     hosts: tuple[Host, Host], folder: Path, tmp_path: Path, platform: str, system: str
 ) -> None:
@@ -62,7 +60,6 @@ def test_a_client_of_another_system_trains_as_one_process_does(
     assert [host.held() for host in hosts] == [0, 0]
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(("platform", "printed"), [("win32", "Windows False False"), ("darwin", "macOS True False")])
 def test_files_are_locked_and_synced_in_the_ways_of_another_system(tmp_path: Path, platform: str, printed: str) -> None:
     (tmp_path / "lock.py").write_text(LOCK, encoding="utf-8")
@@ -72,7 +69,6 @@ def test_files_are_locked_and_synced_in_the_ways_of_another_system(tmp_path: Pat
     assert (done.returncode, done.stdout) == (0, f"{printed}\n"), done.stderr
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("platform", ["win32", "darwin"])
 def test_unit_tests_of_a_public_host_pass(platform: str) -> None:
     workflow = (ROOT / ".github" / "workflows" / "clients.yml").read_text(encoding="utf-8")

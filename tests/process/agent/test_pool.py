@@ -74,7 +74,6 @@ def test_training_over_two_agents_gives_the_result_of_one_process(pool: Pool, sy
     assert_same(Outcome(losses=losses, norms=[], tensors=tensors), expected)
 
 
-@pytest.mark.long
 def test_a_model_that_fits_no_device_of_other_hosts_is_planned_by_estimated_times(
     hosts: tuple[Host, Host], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -111,7 +110,6 @@ def test_workers_of_two_agents_share_no_memory_though_they_are_on_one_machine(po
         assert "memfd:onebox" not in Path(f"/proc/{process}/maps").read_text()
 
 
-@pytest.mark.long
 def test_workers_of_this_machine_beside_those_of_an_agent(hosts: tuple[Host, Host], folder: Path) -> None:
     file = folder / "lab.toml"
     file.write_text(
@@ -131,7 +129,6 @@ def test_nothing_is_leased_where_a_pool_cannot_be_opened(hosts: tuple[Host, Host
     assert [host.held() for host in hosts] == before
 
 
-@pytest.mark.long
 def test_who_waits_is_told_the_place_and_gets_the_devices_when_they_are_free(
     hosts: tuple[Host, Host], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -168,7 +165,6 @@ def failure(pool: Pool, worker: int, kind: type[WorkerError] = WorkerDied) -> An
     return raised.value
 
 
-@pytest.mark.long
 def test_a_worker_that_is_killed_is_named_and_can_be_replaced(hosts: tuple[Host, Host]) -> None:
     with open_pool(f"{hosts[1].address}/cpu", threads=1) as opened:
         (number,) = opened.process_ids
@@ -183,7 +179,6 @@ def test_a_worker_that_is_killed_is_named_and_can_be_replaced(hosts: tuple[Host,
         opened.post(0, [Ask("memory")], answer=True).result(NOTICED_S)
 
 
-@pytest.mark.long
 def test_a_device_that_is_excluded_is_given_up_and_taken_back_later(hosts: tuple[Host, Host]) -> None:
     """Rather than replaced at once, as a lost one is whose agent can be reached."""
     spec = f"{hosts[0].address}/cpu,{hosts[1].address}/cpu"
@@ -203,7 +198,6 @@ def test_a_device_that_is_excluded_is_given_up_and_taken_back_later(hosts: tuple
             opened.post(worker, [Ask("memory")], answer=True).result(NOTICED_S)
 
 
-@pytest.mark.long
 def test_a_worker_that_hangs_is_noticed_in_time_however_long_a_cut_may_last(hosts: tuple[Host, Host]) -> None:
     with open_pool(f"{hosts[1].address}/cpu", threads=1, grace_s=60.0) as opened:
         (number,) = opened.process_ids
@@ -212,7 +206,6 @@ def test_a_worker_that_hangs_is_noticed_in_time_however_long_a_cut_may_last(host
         assert "while its host could be heard" in str(error)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_an_agent_that_ends_or_hangs_is_noticed(folder: Path, how: signal.Signals) -> None:
     with contextlib.ExitStack() as stack:

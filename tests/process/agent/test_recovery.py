@@ -85,7 +85,6 @@ def undisturbed(pool: Pool) -> dict[Callable[[], Plan], dict[str, Tensor]]:
     return found
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("plan", [replicas, stages])
 def test_a_killed_worker_of_an_agent_is_replaced_unasked(
     plan: Callable[[], Plan], pool: Pool, undisturbed: dict[Callable[[], Plan], dict[str, Tensor]]
@@ -95,7 +94,6 @@ def test_a_killed_worker_of_an_agent_is_replaced_unasked(
     assert all(torch.equal(found[name], tensor) for name, tensor in undisturbed[plan].items())
 
 
-@pytest.mark.long
 def test_a_killed_agent_that_is_started_again_gives_its_devices_again(
     hosts: tuple[Host, Host], pool: Pool, undisturbed: dict[Callable[[], Plan], dict[str, Tensor]]
 ) -> None:
@@ -110,7 +108,6 @@ def test_a_killed_agent_that_is_started_again_gives_its_devices_again(
     assert all(torch.equal(found[name], tensor) for name, tensor in undisturbed[stages].items())
 
 
-@pytest.mark.long
 def test_a_client_that_dies_is_resumed_from_its_checkpoint_and_its_workers_are_free_after_the_grace_time(
     hosts: tuple[Host, Host], tmp_path: Path
 ) -> None:
@@ -152,7 +149,6 @@ if __name__ == "__main__":
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
-@pytest.mark.long
 def test_a_killed_agent_that_stays_away_leaves_the_run_to_the_others(
     hosts: tuple[Host, Host], undisturbed: dict[Callable[[], Plan], dict[str, Tensor]]
 ) -> None:

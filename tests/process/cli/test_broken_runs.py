@@ -36,7 +36,6 @@ def end(process: subprocess.Popen[str]) -> str:
     return said
 
 
-@pytest.mark.long
 def test_a_killed_run_goes_on_and_ends_with_the_same_bits(undisturbed: Run, tmp_path: Path) -> None:
     line = ["train", *SETTINGS, "--run", "run", "--save-every", "7", "--every", "1"]
     with running(line, tmp_path) as process:
@@ -57,7 +56,6 @@ def test_a_killed_run_goes_on_and_ends_with_the_same_bits(undisturbed: Run, tmp_
     assert metrics(tmp_path / "run") == metrics(undisturbed.folder)
 
 
-@pytest.mark.long
 def test_a_run_that_was_killed_before_its_first_checkpoint_starts_anew(
     undisturbed: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -88,7 +86,6 @@ def test_an_interrupt_is_one_line_and_leaves_nothing_running(tmp_path: Path) -> 
     )
 
 
-@pytest.mark.long
 def test_a_run_that_is_told_to_end_saves_where_it_is_and_goes_on_with_the_same_bits(
     undisturbed: Run, tmp_path: Path
 ) -> None:
@@ -122,9 +119,7 @@ def test_a_run_that_is_told_to_end_saves_where_it_is_and_goes_on_with_the_same_b
     assert metrics(tmp_path / "run") == metrics(undisturbed.folder)
 
 
-@pytest.mark.parametrize(
-    "how", ["no time", *(pytest.param(how, marks=pytest.mark.long) for how in ("second Ctrl-C", "time is over"))]
-)
+@pytest.mark.parametrize("how", ["no time", "second Ctrl-C", "time is over"])
 def test_a_run_that_is_to_end_at_once_saves_nothing(tmp_path: Path, how: str) -> None:
     within = {"no time": ["--stop-within", "0"], "time is over": ["--stop-within", "1"]}.get(how, [])
     with running(["train", *ENDLESS, "--run", "run", *within], tmp_path) as process:
@@ -149,7 +144,6 @@ def test_a_run_that_is_to_end_at_once_saves_nothing(tmp_path: Path, how: str) ->
     read(tmp_path / newest)
 
 
-@pytest.mark.long
 def test_an_interrupt_while_the_workers_start(tmp_path: Path) -> None:
     with running(["train", *ENDLESS], tmp_path) as process:
         workers = []
@@ -163,7 +157,6 @@ def test_an_interrupt_while_the_workers_start(tmp_path: Path) -> None:
     assert not list((tmp_path / "runs").iterdir())
 
 
-@pytest.mark.long
 def test_a_worker_that_dies_is_one_message_and_the_checkpoint_is_whole(tmp_path: Path) -> None:
     with running(["train", *ENDLESS, "--run", "run"], tmp_path) as process:
         read_until(process, r"epoch 2/")
@@ -179,7 +172,6 @@ def test_a_worker_that_dies_is_one_message_and_the_checkpoint_is_whole(tmp_path:
     read(tmp_path / newest)
 
 
-@pytest.mark.long
 def test_a_reader_that_goes_away_ends_the_run_quietly(tmp_path: Path) -> None:
     with running(["train", *ENDLESS, "--run", "run"], tmp_path) as process:
         read_until(process, r"step 3/")

@@ -19,7 +19,6 @@ exec "$2" -m onebox train --pool "cpu*1" --data digits --model mlp --epochs 1
 """
 
 
-@pytest.mark.long
 def test_a_full_disk_is_named_with_what_can_be_done(tmp_path: Path) -> None:
     if os.geteuid() or shutil.which("unshare") is None:
         pytest.skip("a disk of a few pages takes root, and unshare of util-linux")

@@ -31,7 +31,6 @@ def weights(save: Path) -> list[bytes]:
     return [(save / name).read_bytes() for name in ("model.safetensors", "optimizer.safetensors")]
 
 
-@pytest.mark.long
 def test_a_run_that_loses_a_worker_goes_on_and_says_what_it_cost(undisturbed: Run, tmp_path: Path) -> None:
     line = ["train", *SETTINGS, "--run", "run", "--every", "1", "--recover", "on", "--snapshot-every", "5"]
     with running(line, tmp_path) as process:
@@ -52,7 +51,6 @@ def test_a_run_that_loses_a_worker_goes_on_and_says_what_it_cost(undisturbed: Ru
     assert [record for record in found if record is not line_of_it] == metrics(undisturbed.folder)
 
 
-@pytest.mark.long
 def test_a_full_disk_ends_no_run_and_spares_the_checkpoint_before(undisturbed: Run, tmp_path: Path) -> None:
     allowed = subprocess.run([*MOUNT, "true"], capture_output=True, check=False) if shutil.which("unshare") else None
     if allowed is None or allowed.returncode:
@@ -92,7 +90,6 @@ def test_a_full_disk_ends_no_run_and_spares_the_checkpoint_before(undisturbed: R
     assert weights(tmp_path / "roomy" / last) == weights(undisturbed.folder / last)
 
 
-@pytest.mark.long
 def test_a_run_that_is_left_with_fewer_devices_tells_of_those(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -31,7 +31,7 @@ def test_a_run_of_islands_learns_and_is_resumed(tmp_path: Path) -> None:
     assert [each["step"] for each in metrics(tmp_path / "run") if each["event"] == "epoch"] == [23, 46, 69]
 
 
-@pytest.mark.parametrize("overlap", [pytest.param(0, marks=pytest.mark.long), 3])
+@pytest.mark.parametrize("overlap", [0, 3])
 def test_a_run_that_is_given_more_epochs_is_the_run_that_had_them_from_the_start(overlap: int, tmp_path: Path) -> None:
     """The outer steps at the end of the shorter run, off their schedule, leave no trace; its last save has them."""
     options = ("--outer-compression", "int8", "--outer-overlap", str(overlap))
@@ -50,7 +50,6 @@ def test_a_run_that_is_given_more_epochs_is_the_run_that_had_them_from_the_start
         assert all(torch.equal(found[key], tensor) for key, tensor in wanted.items())
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("codec", ["none", "e3m0"])
 def test_predicted_and_measured_stand_beside_each_other(codec: str, tmp_path: Path) -> None:
     options = ("--plan", "auto", "--epochs", "2", "--run", "run", "--outer-compression", codec)
@@ -67,7 +66,6 @@ def test_predicted_and_measured_stand_beside_each_other(codec: str, tmp_path: Pa
             assert device["peak_bytes"]["measured"] >= device["exact_bytes"] > 0
 
 
-@pytest.mark.long
 def test_a_plan_shows_exact_compressed_and_island_training(tmp_path: Path) -> None:
     options = ("--micro-batches", "32", "--schedules", "1f1b", "--budget", "1", "--lossy", "gradients,activations")
     done = command(["plan", *ISLANDS, *options, "--probe", "30", "--report", "report.json"], tmp_path)
@@ -90,7 +88,6 @@ def test_a_plan_shows_exact_compressed_and_island_training(tmp_path: Path) -> No
     assert report["islands"]["devices"] == [[0, 1], [2]] and len(report["islands"]["plans"]) == 2
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(("islands", "message"), [("0,1/1", "device 1 is named twice"), ("0", "device 1 is in no")])
 def test_a_plan_refuses_what_training_refuses(islands: str, message: str, tmp_path: Path) -> None:
     done = command(["plan", "--pool", "cpu*2", "--threads", "1", "--model", "mlp", "--islands", islands], tmp_path)

@@ -48,7 +48,6 @@ def two_stages(folder: Path, schedule: str) -> str:
     return path.name
 
 
-@pytest.mark.long
 def test_a_plan_is_checked_and_trained_with(folder: Path) -> None:
     name = two_stages(folder, ASYNC)
     done = command(["plan", *JOB, "--check", name], folder)
@@ -66,7 +65,6 @@ def test_a_plan_is_checked_and_trained_with(folder: Path) -> None:
     assert losses[-1] < losses[0]
 
 
-@pytest.mark.long
 def test_exact_steps_overlap(folder: Path) -> None:
     plan = two_stages(folder, "1f1b")
     done = command(["train", *JOB, "--plan", plan, "--epochs", "1", "--run", "overlapped", "--overlap"], folder)

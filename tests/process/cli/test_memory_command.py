@@ -18,7 +18,6 @@ from onebox.plan import Plan
 JOB = ("--model", "mlp", "--data", "digits", "--pool", "cpu", "--threads", "1")
 
 
-@pytest.mark.long
 def test_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["memory", *JOB, "--memory", "2MiB"]) == 0
     said = capsys.readouterr().out
@@ -99,7 +98,6 @@ def trained_peaks(path: Path, plan: Plan, *, lora: bool, frozen: str | None) -> 
         return [memory.peak_bytes for memory in trainer.memory()]
 
 
-@pytest.mark.long
 @pytest.mark.filterwarnings(SAYING)
 @pytest.mark.parametrize(
     ("flags", "memory"),
@@ -128,7 +126,6 @@ def test_what_a_config_says_is_what_training_takes(
         assert peaks[device["device"]] == device["peak_bytes"]
 
 
-@pytest.mark.long
 @pytest.mark.filterwarnings(SAYING)
 def test_a_config_in_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = config_of(tmp_path / "llama").parent
@@ -142,7 +139,6 @@ def test_a_config_in_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert ("it does not fit" in said and "no plan fits" in said) or "would need" in said
 
 
-@pytest.mark.long
 @pytest.mark.filterwarnings(SAYING)
 def test_configs_that_are_none(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -67,7 +67,6 @@ def one_process() -> tuple[list[float], list[float]]:
     return losses, accuracies
 
 
-@pytest.mark.long
 def test_a_run_of_an_own_model_and_loss(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(OWN)
     flags = ["--model", "own:Net", "--loss", "own:smooth", "--lr", "0.01", "--seed", "4", "--run", "run", *POOL]
@@ -93,7 +92,6 @@ def test_a_run_of_an_own_model_and_loss(tmp_path: Path) -> None:
     assert f"--model own:Net: there is no module own, neither in the current folder, {elsewhere}" in done.stderr
 
 
-@pytest.mark.long
 def test_planning_and_profiling_an_own_model(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(OWN)
     pool, own = ["--pool", "cpu", "--threads", "1"], ["--model", "own:Net", "--loss", "own:smooth"]

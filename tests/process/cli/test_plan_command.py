@@ -187,7 +187,6 @@ def test_files_are_checked_before_time_is_spent(
     assert not out.out
 
 
-@pytest.mark.long
 def test_too_small_devices_are_an_error_that_says_what_would_help(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -215,7 +214,6 @@ def interrupted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     RECENT.forget()
 
 
-@pytest.mark.long
 def test_ctrl_c_ends_a_search_with_the_best_plan_so_far(
     interrupted: list[int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -229,7 +227,6 @@ def test_ctrl_c_ends_a_search_with_the_best_plan_so_far(
     assert Plan.read(run / "plan.json").predicted is not None
 
 
-@pytest.mark.long
 def test_a_second_ctrl_c_ends_the_command(
     interrupted: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -254,7 +251,6 @@ def test_a_plan_that_does_not_fit_is_shown_and_refused(tmp_path: Path, capsys: p
     assert "run it with" not in said.out
 
 
-@pytest.mark.long
 def test_emulated_devices_are_called_so(capsys: pytest.CaptureFixture[str]) -> None:
     line = ["plan", "--model", "mlp", "--pool", "sim*2,sim@0.5", "--micro-batches", "8,16", "--budget", "1"]
     assert main(line) == 0
@@ -279,7 +275,6 @@ def planned_run(made: Made, tmp_path_factory: pytest.TempPathFactory) -> Made:
     return Made(folder / "run", done.stdout, json.loads((folder / "run" / "summary.json").read_text()))
 
 
-@pytest.mark.long
 def test_a_planned_run_learns_and_keeps_its_plan(made: Made, planned_run: Made) -> None:
     assert planned_run.plan == made.two_stages()
     names = {path.name for path in planned_run.folder.iterdir()}
@@ -324,7 +319,6 @@ def test_the_timeline_of_a_planned_run_has_waits(planned_run: Made) -> None:
     assert any(event["args"].get("for", "").startswith("receive") for event in waited)
 
 
-@pytest.mark.long
 def test_a_planned_run_that_is_resumed_ends_as_one_that_was_not(made: Made, planned_run: Made, tmp_path: Path) -> None:
     path = write(tmp_path, made.two_stages())
     run = str(tmp_path / "run")
@@ -334,7 +328,6 @@ def test_a_planned_run_that_is_resumed_ends_as_one_that_was_not(made: Made, plan
     assert metrics(tmp_path / "run") == metrics(planned_run.folder)
 
 
-@pytest.mark.long
 def test_a_run_goes_on_with_another_plan_of_the_same_micro_batches_only(
     planned_run: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -354,7 +347,6 @@ def test_a_run_goes_on_with_another_plan_of_the_same_micro_batches_only(
     assert Plan.read(tmp_path / "run" / "plan.json") == whole
 
 
-@pytest.mark.long
 def test_plan_auto_plans_runs_and_keeps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = tmp_path / "run"
     assert main(["train", *JOB, "--plan", "auto", "--epochs", "1", "--run", str(run)]) == 0
@@ -371,7 +363,6 @@ def test_plan_auto_plans_runs_and_keeps(tmp_path: Path, capsys: pytest.CaptureFi
     assert comparison["step_s"]["predicted"] == plan.predicted.step_s
 
 
-@pytest.mark.long
 def test_a_plan_on_devices_that_only_sleep_is_run_for_its_times(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -392,7 +383,6 @@ def test_a_plan_for_more_devices_than_there_are(tmp_path: Path, capsys: pytest.C
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.long
 def test_memory_is_shown_as_it_is_predicted_and_measured(tmp_path: Path) -> None:
     files = ("--figure", "plan.svg", "--report", "report.json")
     line = ["plan", *JOB, "--micro-batches", "32", "--schedules", "1f1b", "--budget", "0.5", "--show-memory", *files]

@@ -29,7 +29,6 @@ def kept(cache: Path) -> list[Path]:
     return list((cache / "onebox" / "profiles").glob("*.json"))
 
 
-@pytest.mark.long
 def test_processors() -> None:
     with open_pool("cpu*2", threads=1) as pool:
         found = pool.profile(cache=False)
@@ -43,7 +42,6 @@ def test_processors() -> None:
     assert found.emulated_links == ()
 
 
-@pytest.mark.long
 def test_emulated_links_come_out_as_what_they_emulate() -> None:
     links = {(0, 1): NEAR, (0, 2): FAR, (1, 2): FAR}
     with open_pool("sim,sim@0.5,sim", links=links) as pool:
@@ -58,7 +56,6 @@ def test_emulated_links_come_out_as_what_they_emulate() -> None:
     assert len(found.emulated_links) == 6
 
 
-@pytest.mark.long
 def test_devices_that_cannot_send_to_each_other_have_no_link() -> None:
     with open_pool("cpu,sim*2,cpu@0.5", threads=1, memory=4 << 20) as pool:
         found = pool.profile(cache=False)
@@ -123,7 +120,6 @@ def test_what_is_wrong_is_one_message(
     assert not kept(cache)
 
 
-@pytest.mark.long
 def test_a_wide_matrix_is_not_cut(
     cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -136,7 +132,6 @@ def test_a_wide_matrix_is_not_cut(
     assert all(len(row) == 5 for row in rows)
 
 
-@pytest.mark.long
 def test_a_model_is_measured_by_its_segments_and_kept(
     cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -48,7 +48,6 @@ def run(folder: Path, *arguments: str, pool: Sequence[str] = ONE) -> subprocess.
 # ---- as Python does it
 
 
-@pytest.mark.long
 def test_a_script_is_the_main_module(tmp_path: Path) -> None:
     path = script(tmp_path, LOOKS, "there/script.py")
     done = run(tmp_path, "there/script.py", "--lr", "0.1", "--help", "-m", "x", pool=POOL)
@@ -77,7 +76,6 @@ def test_a_script_waits_for_nothing_that_it_does_not_need(tmp_path: Path) -> Non
     assert done.stdout.splitlines() == ["", "onebox-fork-srv"], done.stderr
 
 
-@pytest.mark.long
 def test_a_module_is_found_from_the_current_folder(tmp_path: Path) -> None:
     path = script(tmp_path, LOOKS, "package/__main__.py")
     done = run(tmp_path, "-m", "package", "--pool", "cpu", pool=POOL)
@@ -85,7 +83,6 @@ def test_a_module_is_found_from_the_current_folder(tmp_path: Path) -> None:
     assert done.stdout.splitlines()[0] == f"__main__ {path} package.__main__ {tmp_path} ['--pool', 'cpu']"
 
 
-@pytest.mark.long
 def test_an_error_shows_the_lines_of_the_script_alone(tmp_path: Path) -> None:
     path = script(
         tmp_path,
@@ -110,7 +107,6 @@ def test_an_error_shows_the_lines_of_the_script_alone(tmp_path: Path) -> None:
 # ---- processes of the script
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("how", ["fork", "spawn"])
 def test_processes_of_the_script(tmp_path: Path, how: str) -> None:
     script(
@@ -174,7 +170,6 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.long
 def test_a_distributed_script_has_its_ranks_on_the_devices(tmp_path: Path) -> None:
     script(tmp_path, DISTRIBUTED)
     words = {}
@@ -218,7 +213,6 @@ def test_an_error_on_a_worker_is_raised_where_it_is_noticed(
     assert "onebox/vgpu" not in done.stderr
 
 
-@pytest.mark.long
 def test_an_error_that_nobody_reads_fails_the_command(tmp_path: Path) -> None:
     script(tmp_path, LATE.partition("print(y)")[0])
     done = run(tmp_path, "script.py")
@@ -226,7 +220,6 @@ def test_an_error_that_nobody_reads_fails_the_command(tmp_path: Path) -> None:
     assert done.stderr.startswith("onebox: ") and "aten.embedding" in done.stderr
 
 
-@pytest.mark.long
 def test_an_error_that_nobody_reads_is_the_end_on_the_page(tmp_path: Path) -> None:
     waits = "import os, time\nwhile not os.path.exists('go'):\n    time.sleep(0.05)\n"
     script(tmp_path, LATE.partition("print(y)")[0] + waits)
@@ -242,7 +235,6 @@ def test_an_error_that_nobody_reads_is_the_end_on_the_page(tmp_path: Path) -> No
         assert heads == [("running", ""), ("failed", "the script has ended with status 1")]
 
 
-@pytest.mark.long
 def test_a_device_with_too_little_memory(tmp_path: Path) -> None:
     script(
         tmp_path,
@@ -272,9 +264,7 @@ RANK = (
     [
         pytest.param("torch.manual_seed(0); torch.ones(1, device='cuda')", IDLE, id="one"),
         pytest.param("torch.ones(1, device='cuda'); torch.ones(1).to('cuda:1')", "", id="both"),
-        pytest.param(
-            "x = torch.ones(1).cuda(); atexit.register(x.to, 'cuda:1')", "", id="late", marks=pytest.mark.long
-        ),
+        pytest.param("x = torch.ones(1).cuda(); atexit.register(x.to, 'cuda:1')", "", id="late"),
         pytest.param("torch.cuda.synchronize(1)", "", id="none"),
         pytest.param("torch.ones(1).cuda(); sys.exit(3)", "", id="failed"),
         pytest.param("torch.ones(1).cuda(); import onebox; onebox.Trainer", "", id="trainer"),
@@ -355,7 +345,6 @@ def test_a_script_that_does_not_end_is_ended_when_the_time_is_over(tmp_path: Pat
     assert_gone(workers)
 
 
-@pytest.mark.long
 def test_a_script_may_catch_ctrl_c_again_and_again(tmp_path: Path) -> None:
     script(
         tmp_path,
@@ -376,7 +365,6 @@ def test_a_script_may_catch_ctrl_c_again_and_again(tmp_path: Path) -> None:
         assert (process.returncode, said) == (0, "")
 
 
-@pytest.mark.long
 def test_a_worker_that_dies_is_an_error_of_the_line_that_needs_it(tmp_path: Path) -> None:
     script(tmp_path, LONG)
     with running(["run", *POOL, "script.py"], tmp_path) as process:
@@ -402,7 +390,6 @@ print(all(p.grad.isfinite().all().item() for p in model.parameters()))
 """
 
 
-@pytest.mark.long
 def test_a_script_compiles_with_the_default_backend(tmp_path: Path) -> None:
     """Also where the model is the first to name a device; resets forget CUDA graphs, of which there are none."""
     done = run(tmp_path, str(script(tmp_path, COMPILES)))

@@ -145,7 +145,6 @@ def test_a_complete_run_that_is_resumed_says_so_and_changes_nothing(
         assert (tmp_path / "run" / name).read_bytes() == (undisturbed.folder / name).read_bytes(), name
 
 
-@pytest.mark.long
 def test_a_run_goes_on_with_its_optimizer_on_the_host(undisturbed: Run, tmp_path: Path) -> None:
     shutil.copytree(undisturbed.folder, tmp_path / "run")
     assert main(["train", "--resume", str(tmp_path / "run"), "--epochs", str(EPOCHS + 1), "--update", "host"]) == 0

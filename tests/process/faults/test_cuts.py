@@ -67,7 +67,6 @@ def later(action: Callable[[], AbstractContextManager[None]], away_s: float) -> 
     return thread
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("how", ["down", "stalled"])
 def test_a_network_that_is_away_for_a_while_is_waited_for(how: str, undisturbed: dict[str, Tensors]) -> None:
     network = Network()
@@ -79,7 +78,6 @@ def test_a_network_that_is_away_for_a_while_is_waited_for(how: str, undisturbed:
     assert same(found, undisturbed["client"])
 
 
-@pytest.mark.long
 def test_a_network_that_is_away_for_longer_is_waited_for_where_that_was_asked_for(
     undisturbed: dict[str, Tensors],
 ) -> None:
@@ -92,7 +90,6 @@ def test_a_network_that_is_away_for_longer_is_waited_for_where_that_was_asked_fo
     assert same(found, undisturbed["client"])
 
 
-@pytest.mark.long
 def test_a_network_that_is_away_for_good_is_noticed() -> None:
     network = Network()
     with behind(network, "cpu") as (pool, _), trainer_on(pool, "client") as trainer:
@@ -103,7 +100,6 @@ def test_a_network_that_is_away_for_good_is_noticed() -> None:
     assert raised.after_s < WITHIN_S
 
 
-@pytest.mark.long
 def test_a_worker_that_has_started_anew_is_not_taken_for_the_one_before() -> None:
     network = Network()
     with behind(network, "cpu") as (pool, far), trainer_on(pool, "client") as trainer:

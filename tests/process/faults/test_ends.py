@@ -31,7 +31,6 @@ with open_pool("cpu*2", threads=1) as pool:
 """
 
 
-@pytest.mark.long
 def test_ctrl_c_while_training(tmp_path: Path) -> None:
     with Script(tmp_path, TRAIN) as script:
         script.wait_until_ready()
@@ -64,7 +63,6 @@ except KeyboardInterrupt:
         assert script.end(START_S) == (0, "interrupted 1\n", "")
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("last", "status", "words"),
     [
@@ -90,7 +88,6 @@ ready(pool)
         assert gone(script.workers, ORPHANED_S)
 
 
-@pytest.mark.long
 def test_workers_of_a_killed_process_end_by_themselves(tmp_path: Path) -> None:
     body = """
 with open_pool("cpu*2", threads=1) as pool:
@@ -109,7 +106,6 @@ with open_pool("cpu*2", threads=1) as pool:
         script.signal(signal.SIGKILL, group=True)
 
 
-@pytest.mark.long
 def test_stopped_workers_of_a_killed_process_end_too(tmp_path: Path) -> None:
     body = """
 with open_pool("cpu*2", threads=1) as pool:
@@ -134,7 +130,6 @@ def stopped(process: int) -> bool:
     return psutil.Process(process).status() == psutil.STATUS_STOPPED
 
 
-@pytest.mark.long
 def test_workers_stay_when_the_thread_that_opened_their_pool_ends(tmp_path: Path) -> None:
     body = """
 import threading
@@ -151,7 +146,6 @@ with pools[0] as pool:
         assert script.end(START_S) == (0, "trained\n", "")
 
 
-@pytest.mark.long
 def test_a_worker_whose_owner_has_ended_meanwhile_does_not_start() -> None:
     """Its owner may end before the worker can watch it; then its parent is another process."""
     keys = new_keys()
@@ -164,7 +158,6 @@ def test_a_worker_whose_owner_has_ended_meanwhile_does_not_start() -> None:
     assert ended.stdout == b""
 
 
-@pytest.mark.long
 def test_forked_children_leave_the_pool_to_their_parent(tmp_path: Path) -> None:
     body = """
 import multiprocessing

@@ -124,9 +124,7 @@ def alone(before: Callable[[int, nn.Module], None] = lambda number, model: None)
     return losses
 
 
-@pytest.mark.parametrize(
-    ("name", "worker"), [("stages", 0), *(pytest.param(*each, marks=pytest.mark.long) for each in MORE)]
-)
+@pytest.mark.parametrize(("name", "worker"), [("stages", 0), *MORE])
 def test_a_lost_worker_gets_them_again_and_no_other(pool: onebox.Pool, name: str, worker: int) -> None:
     undisturbed, expected = run(pool, name, lambda number, trainer: None)
     assert undisturbed == pytest.approx(alone(), rel=0, abs=1e-10)
@@ -153,7 +151,6 @@ def test_a_lost_worker_gets_them_again_and_no_other(pool: onebox.Pool, name: str
     assert sent == {worker: 4 if name == "replicas" else 2, 1 - worker: 0}
 
 
-@pytest.mark.long
 def test_a_snapshot_has_only_what_steps_change(pool: onebox.Pool) -> None:
     with trainer_on(pool, "stages", adapted()) as trainer:
         for batch in batches():
@@ -168,7 +165,6 @@ def test_a_snapshot_has_only_what_steps_change(pool: onebox.Pool) -> None:
     assert 3 * trained <= copies.size_bytes < 3.1 * trained  # with the optimizer's two moments
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("name", list(PLANS))
 def test_one_that_the_user_changes_is_the_changed_one_after_a_loss(pool: onebox.Pool, name: str) -> None:
     """A snapshot is taken before the change, so that no step from before it is done again with what is changed."""
@@ -185,7 +181,6 @@ def test_one_that_the_user_changes_is_the_changed_one_after_a_loss(pool: onebox.
     assert losses == pytest.approx(expected, rel=0, abs=1e-10)
 
 
-@pytest.mark.long
 def test_a_loss_in_the_very_moment_of_such_a_change_is_final(pool: onebox.Pool) -> None:
     """Nobody has what a step before the change would have to be done again with."""
 
@@ -199,7 +194,6 @@ def test_a_loss_in_the_very_moment_of_such_a_change_is_final(pool: onebox.Pool) 
         run(pool, "stages", before)
 
 
-@pytest.mark.long
 def test_a_change_that_the_workers_have_not_got_is_never_taken_for_what_they_had(pool: onebox.Pool) -> None:
     """The change is made without a pull, and a loss is noticed before anything could have refused it."""
     model = adapted()
@@ -216,7 +210,6 @@ def test_a_change_that_the_workers_have_not_got_is_never_taken_for_what_they_had
         trainer.close()
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("worker", [0, 1])
 def test_a_loss_while_they_move_to_other_workers(pool: onebox.Pool, worker: int) -> None:
     """None counts as present then, whether it had arrived or not."""
@@ -235,7 +228,6 @@ def test_a_loss_while_they_move_to_other_workers(pool: onebox.Pool, worker: int)
         assert torch.equal(found[key], tensor), key
 
 
-@pytest.mark.long
 def test_what_another_trainer_trains_is_in_snapshots(pool: onebox.Pool) -> None:
     """Two trainers of one model train different layers of it, in turn; a worker is lost in the turn of the second."""
     plain = disturbed = None
@@ -265,7 +257,6 @@ def test_what_another_trainer_trains_is_in_snapshots(pool: onebox.Pool) -> None:
     assert disturbed == plain
 
 
-@pytest.mark.long
 def test_pushing_a_model_does_not_put_them_into_snapshots(pool: onebox.Pool) -> None:
     model = adapted()
     with trainer_on(pool, "replicas", model) as trainer:

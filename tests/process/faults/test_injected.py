@@ -98,7 +98,6 @@ def hang(kind: str, case: Case) -> OneboxError:
         return fails_with_one_error(trainer)
 
 
-@pytest.mark.long
 def test_a_stopped_or_hanging_worker_is_reported() -> None:
     with ThreadPoolExecutor(2) as executor:
         errors = list(executor.map(lambda arguments: hang(*arguments), HANGS))
@@ -149,7 +148,6 @@ def assert_injected(error: Any, kind: str, instruction: str, worker: int) -> Non
     assert f"worker {worker} (cpu on localhost): {instruction} failed{of_a_step}: injected fault" in str(error)
 
 
-@pytest.mark.long
 def test_a_checkpoint_from_before_the_fault_resumes_to_the_same_bits(
     tmp_path: Path, whole: onebox.Pool, undisturbed: dict[str, Tensors]
 ) -> None:

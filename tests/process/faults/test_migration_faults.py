@@ -66,7 +66,6 @@ def undisturbed() -> tuple[list[float], dict[str, Tensor], int]:
         return train(pool, recover=False)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_loss_beside_a_change_of_plan_costs_no_bit(
     when: str, undisturbed: tuple[list[float], dict[str, Tensor], int]
@@ -78,7 +77,6 @@ def test_a_loss_beside_a_change_of_plan_costs_no_bit(
     assert all(torch.equal(tensor, tensors[name]) for name, tensor in undisturbed[1].items())
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(("instruction", "count"), [("optimizerstep", 3), ("branch", 2)])
 def test_a_worker_that_is_lost_in_a_change_that_nobody_waits_for_costs_no_bit(instruction: str, count: int) -> None:
     with open_pool("cpu*2", threads=1) as pool:
@@ -91,7 +89,6 @@ def test_a_worker_that_is_lost_in_a_change_that_nobody_waits_for_costs_no_bit(in
     assert all(torch.equal(tensor, tensors[name]) for name, tensor in whole[1].items())
 
 
-@pytest.mark.long
 def test_what_is_left_of_a_step_and_fails_is_what_the_next_one_says() -> None:
     late = {"staleness": 1, "delay": "none", "warm_up": 0}
     batch = torch.ones(2, 8, 8, dtype=torch.float64)

@@ -21,7 +21,6 @@ MEMORY_BYTES = 64 << 20
 """More than what a target may grow by: its allocator keeps some of what it has used."""
 
 
-@pytest.mark.long
 def test_decoders_refuse_what_is_no_message_and_stay_as_they_are() -> None:
     found = security.decoders(30_000, seed=11)
     assert (found["messages"], found["crashes"], found["hangs"]) == (30_000, 0, 0), found["examples"]
@@ -36,14 +35,12 @@ def test_a_worker_survives_what_its_client_says() -> None:
     assert found["grown_bytes"] < security.QUOTA_BYTES + MEMORY_BYTES
 
 
-@pytest.mark.long
 def test_an_agent_survives_what_its_client_says() -> None:
     found = security.agent(180, seed=13)
     assert (found["messages"], found["crashes"], found["hangs"]) == (180, 0, 0), found["examples"]
     assert found["grown_bytes"] < MEMORY_BYTES
 
 
-@pytest.mark.long
 def test_a_client_survives_what_its_agent_says() -> None:
     found = security.client(900, seed=14)
     assert (found["messages"], found["crashes"], found["hangs"]) == (900, 0, 0), found["examples"]

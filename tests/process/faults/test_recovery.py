@@ -199,7 +199,6 @@ def assert_same(found: Outcome, expected: Outcome) -> None:
         assert torch.equal(found[1][name], tensor), name
 
 
-@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("kind", "seed", "signals"),
     [
@@ -226,7 +225,6 @@ def test_a_run_with_losses_ends_with_the_same_bits(
         assert story.step - story.snapshot_step == story.redone <= 2 * EVERY + 1
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("kinds", [("workers", "stages"), ("workers", "workers")])
 def test_two_trainers_that_recover_on_one_pool_do_not_disturb_each_other(
     kinds: tuple[str, str], pool: onebox.Pool, undisturbed: Callable[[str], Outcome]
@@ -306,7 +304,6 @@ def uneven(*, width: int, memory: str | None = None, lose: bool = False, steps: 
 NO_ROOM = "a snapshot of the run found no room and is given up"
 
 
-@pytest.mark.long
 def test_a_snapshot_that_finds_no_room_is_given_up_and_the_one_before_stays(caplog: pytest.LogCaptureFixture) -> None:
     """There is room for the state of the other worker at first, and not when its optimizer has one, too."""
     losses, redone = uneven(width=512, memory="8MiB,64KiB", lose=True)
@@ -325,7 +322,6 @@ def test_a_run_whose_snapshots_find_no_room_goes_on_until_it_would_need_one(capl
         uneven(width=2048, memory="32MiB,32KiB", lose=True)
 
 
-@pytest.mark.long
 def test_a_worker_that_reaches_no_other_has_its_state_kept_by_the_client(
     pool: onebox.Pool, undisturbed: Callable[[str], Outcome]
 ) -> None:
@@ -337,7 +333,6 @@ def test_a_worker_that_reaches_no_other_has_its_state_kept_by_the_client(
     assert [story.replaced for story in found[2]] == [(0,), (0,)]
 
 
-@pytest.mark.long
 def test_a_worker_that_died_before_the_first_step_is_replaced(pool: onebox.Pool) -> None:
     kind = KINDS["workers"]
     with trainer_on(pool, kind) as trainer:
@@ -348,7 +343,6 @@ def test_a_worker_that_died_before_the_first_step_is_replaced(pool: onebox.Pool)
         assert trainer.step(*batches(kind.case)[0]).item() > 0
 
 
-@pytest.mark.long
 def test_a_worker_dies_while_a_run_begins(undisturbed: Callable[[str], Outcome]) -> None:
     with disturbed({0: [Fault("kill", "define", 2)]}) as pool:
         found = run(pool, KINDS["stages"])
@@ -357,7 +351,6 @@ def test_a_worker_dies_while_a_run_begins(undisturbed: Callable[[str], Outcome])
     assert (story.lost, story.snapshot_step) == ((0,), 0)
 
 
-@pytest.mark.long
 def test_workers_die_while_they_copy_send_and_take_a_snapshot(
     pool: onebox.Pool, undisturbed: Callable[[str], Outcome], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -376,7 +369,6 @@ def test_workers_die_while_they_copy_send_and_take_a_snapshot(
     assert [story.lost for story in found[2]] == [(1,)] * 4
 
 
-@pytest.mark.long
 def test_workers_that_cannot_send_a_snapshot_are_brought_together_again(
     undisturbed: Callable[[str], Outcome],
 ) -> None:
@@ -412,7 +404,6 @@ def test_what_nobody_has_any_more_is_one_error_and_the_checkpoint_is_whole(pool:
         assert resumed.step(*batches()[3]).item() > 0
 
 
-@pytest.mark.long
 def test_evaluating_and_saving_go_on_and_each_loss_is_one_logged_line(
     pool: onebox.Pool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -466,7 +457,6 @@ def test_a_loss_that_comes_up_when_the_state_is_read_leaves_no_update_out(
     assert losses == other_losses
 
 
-@pytest.mark.long
 def test_all_but_one_worker_are_lost_at_once_and_come_back() -> None:
     """Who is left has all of the state; those that are started together do not get into each other's way."""
     with onebox.open("cpu*4", threads=1) as pool:
@@ -484,7 +474,6 @@ def test_all_but_one_worker_are_lost_at_once_and_come_back() -> None:
         assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
 
 
-@pytest.mark.long
 def test_a_worker_that_dies_again_while_it_is_brought_back(
     pool: onebox.Pool, undisturbed: Callable[[str], Outcome], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -525,7 +514,6 @@ def test_a_worker_whose_device_failed_ends_and_is_replaced(undisturbed: Callable
     assert story.seconds < 10
 
 
-@pytest.mark.long
 def test_a_step_that_fails_a_device_each_time_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """As one with a label out of bounds would."""
     start, starts = LocalSource._start, []

@@ -157,7 +157,6 @@ class KillAfterRecovery(StepObserver):
             os.kill(self._trainer.pool.process_ids[0], signal.SIGKILL)
 
 
-@pytest.mark.long
 def test_a_device_that_a_new_plan_does_without_is_not_taken_for_one_that_was_away(
     undisturbed: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -184,7 +183,6 @@ def test_a_device_that_a_new_plan_does_without_is_not_taken_for_one_that_was_awa
         torch.testing.assert_close(found[name], tensor, **NUMERICS)
 
 
-@pytest.mark.long
 @pytest.mark.usefixtures("no_restart")
 def test_what_does_not_fit_what_is_left_is_one_error_and_the_checkpoint_is_whole(
     tmp_path: Path, undisturbed: dict[str, Tensor]
@@ -213,7 +211,6 @@ def test_what_does_not_fit_what_is_left_is_one_error_and_the_checkpoint_is_whole
             torch.testing.assert_close(tensor, undisturbed[name], **NUMERICS)
 
 
-@pytest.mark.long
 def test_a_worker_that_is_lost_again_and_again_is_one_error_and_the_checkpoint_is_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, undisturbed: dict[str, Tensor]
 ) -> None:
@@ -241,7 +238,6 @@ def test_a_worker_that_is_lost_again_and_again_is_one_error_and_the_checkpoint_i
         assert all(torch.equal(found, undisturbed[name]) for name, found in resumed.tensors().items())
 
 
-@pytest.mark.long
 def test_a_checkpoint_that_finds_no_room_is_an_error_of_saving_alone(
     tmp_path: Path, undisturbed: dict[str, Tensor]
 ) -> None:

@@ -80,7 +80,6 @@ class Case:
         expected: For each of :data:`WAYS` that it is for.
         tolerance: The most by which results may differ.
         devices: Workers of the pool.
-        short: Whether it is of the short tier in any case.
     """
 
     name: str
@@ -89,7 +88,6 @@ class Case:
     expected: dict[str, Expected]
     tolerance: float
     devices: int
-    short: bool = False
 
 
 CASES: list[Case] = []
@@ -102,7 +100,6 @@ def case(
     vgpu: Expected | None = EQUAL,
     tolerance: float = TOLERANCE,
     devices: int = 2,
-    short: bool = False,
 ) -> Callable[[Callable[[Way], None]], Callable[[Way], None]]:
     """Make a function a case; ``None`` for a way that it is not for."""
 
@@ -117,7 +114,6 @@ def case(
                 expected=expected,
                 tolerance=tolerance,
                 devices=devices,
-                short=short,
             )
         )
         return script

@@ -20,6 +20,5 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             if way in case.expected:
                 topic = pending(case.name, way)
                 marks = [] if topic is None else [pytest.mark.xfail(strict=True, reason=topic)]
-                marks += [pytest.mark.short] * case.short
                 made.append(pytest.param(case, way, id=f"{case.name}-{way}", marks=marks))
     metafunc.parametrize(("case", "way"), made)

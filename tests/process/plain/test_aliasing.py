@@ -14,7 +14,7 @@ from tests.process.plain.aliasing import Writer, fuzzed
 from tests.process.shelf import Shelf
 
 FIRST = int(os.environ.get("ONEBOX_FUZZ_SEED", "0"))
-SHORT, LONG = 60, 1000
+FEW, MANY = 60, 500
 
 
 def test_a_seed_gives_one_program() -> None:
@@ -23,10 +23,9 @@ def test_a_seed_gives_one_program() -> None:
     assert Writer(FIRST + 1).write().text() != first.text()
 
 
-@pytest.mark.short
 @pytest.mark.parametrize(
     "seeds",
-    [range(FIRST, FIRST + SHORT), pytest.param(range(FIRST + SHORT, FIRST + SHORT + LONG), marks=pytest.mark.long)],
+    [range(FIRST, FIRST + FEW), range(FIRST + FEW, FIRST + FEW + MANY)],
     ids=["few", "many"],
 )
 def test_aliases_are_what_they_are_on_the_cpu(seeds: range, pools: Shelf) -> None:

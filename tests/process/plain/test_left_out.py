@@ -39,7 +39,7 @@ def with_label(batches: list[tuple[Any, Tensor]], place: int, label: int) -> lis
     return [*batches[:place], (inputs, targets), *batches[place + 1 :]]
 
 
-@case(short=True)
+@case()
 def a_label_that_is_too_large(way: Way) -> None:
     go_on(way, mlp(), with_label(labelled(), 1, CLASSES), micro_batch=8)
 

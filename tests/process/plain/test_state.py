@@ -169,7 +169,7 @@ class Optional(nn.Module):
         return y + self.more(x) if self.both else y
 
 
-@case(trainer=refused(r"more\.\w+ has a gradient in some steps"), short=True)
+@case(trainer=refused(r"more\.\w+ has a gradient in some steps"))
 def layer_that_is_used_no_more(way: Way) -> None:
     """Its momentum moves it no more either."""
     model = Optional()

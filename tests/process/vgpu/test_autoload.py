@@ -96,13 +96,11 @@ def test_a_script_that_asks_for_an_accelerator_finds_the_pool_of_the_environment
     assert (found, used) == ("vgpu True 2", "vgpu:0 24.0")
 
 
-@pytest.mark.long
 def test_without_the_variable_nothing_of_onebox_is_imported(tmp_path: Path) -> None:
     done = run(LOOKS, tmp_path, None)
     assert done.stdout.splitlines()[0] == "False 1", done.stderr
 
 
-@pytest.mark.long
 def test_a_script_that_opens_a_pool_itself_has_that_one(tmp_path: Path) -> None:
     done = run(OPENS, tmp_path, "cpu*2")
     assert done.stdout.split() == ["1", "1"], done.stderr
@@ -115,14 +113,12 @@ def test_a_package_of_this_project_may_be_imported_before_torch(first: str, tmp_
     assert (done.returncode, done.stdout) == (0, "vgpu onebox.vgpu\n"), done.stderr
 
 
-@pytest.mark.long
 def test_a_pool_that_cannot_be_had_is_an_error_where_a_device_is_used(tmp_path: Path) -> None:
     done = run("import torch; print('imported'); torch.ones(1, device='vgpu')", tmp_path, "cup*2")
     assert (done.returncode, done.stdout) == (1, "imported\n")
     assert "cup*2" in done.stderr
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(("script", "lines"), [
     (ACCELERATES, ["cuda cuda 2", "cuda:0 24.0"]),
     (LIGHTNING, ["cuda:0", "cuda:0 2"]),

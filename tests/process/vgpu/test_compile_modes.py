@@ -217,7 +217,6 @@ def test_a_program_that_fails_is_named_where_its_result_is_read() -> None:
         made.cpu()
 
 
-@pytest.mark.long
 def test_the_layers_of_a_step_are_two_calls(programs: list[Any]) -> None:
     _, here = pair(lambda: nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(40))))
     step = compiled(here)

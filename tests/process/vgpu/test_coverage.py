@@ -49,7 +49,6 @@ def own_profile() -> Iterator[None]:
     settings.load_profile(profile)
 
 
-@pytest.mark.long
 def test_a_part_of_the_databases_gives_what_the_cpu_gives() -> None:
     choose = random.Random(SEED)
     cases = [
@@ -83,7 +82,6 @@ def _told(tallies: list[Tally], *outcomes: str) -> list[str]:
     ]
 
 
-@pytest.mark.long
 def test_a_case_whose_process_dies_counts_as_crashed_and_ends() -> None:
     runner = Runner("none")
     try:

@@ -84,12 +84,10 @@ def outcomes(names: list[str], folder: Path) -> dict[str, str]:
     return dict(line.rsplit(": ", 1) for line in done.stdout.splitlines())  # type: ignore[misc]
 
 
-@pytest.mark.short
 def test_what_ended_processes_works_or_is_an_error(tmp_path: Path) -> None:
     assert outcomes(list(KNOWN), tmp_path) == KNOWN
 
 
-@pytest.mark.long
 def test_its_neighbours_work_or_are_errors(tmp_path: Path) -> None:
     assert outcomes(list(OTHERS), tmp_path) == OTHERS
 
@@ -104,7 +102,6 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.short
 @pytest.mark.parametrize(
     ("how", "told"),
     [
@@ -112,7 +109,7 @@ if __name__ == "__main__":
             "fork",
             "PoolError: a forked process, such as a worker of a DataLoader, cannot use tensors that its parent has",
         ),
-        pytest.param("spawn", "NotImplementedError: a storage of a virtual device cannot be", marks=pytest.mark.long),
+        ("spawn", "NotImplementedError: a storage of a virtual device cannot be"),
     ],
 )
 def test_a_data_set_on_a_device_is_an_error_in_a_worker_of_a_data_loader(how: str, told: str, tmp_path: Path) -> None:
@@ -138,7 +135,6 @@ with onebox.open("cpu", threads=1):
 """
 
 
-@pytest.mark.long
 def test_a_forked_process_is_told_at_the_first_operator(tmp_path: Path) -> None:
     (tmp_path / "forks.py").write_text(WITHOUT_SHARING)
     done = command(["run", "--pool", "cpu", "--threads", "1", "forks.py"], tmp_path)

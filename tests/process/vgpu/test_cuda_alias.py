@@ -268,7 +268,6 @@ with onebox.open("cpu*2", threads=1):
 """
 
 
-@pytest.mark.long
 def test_the_current_device_is_known_when_cuda_means_it_no_longer() -> None:
     done = subprocess.run([sys.executable, "-c", AFTERWARDS], capture_output=True, text=True, timeout=500, check=False)
     assert (done.returncode, done.stdout.split()) == (0, ["1", "1"]), done.stderr
@@ -361,7 +360,6 @@ print(torch.export.export(torch.nn.Linear(4, 2), (torch.ones(1, 4),)).module()(t
 """
 
 
-@pytest.mark.long
 def test_code_on_the_host_is_compiled_and_every_module_of_torch_is_imported_under_onebox_run(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(COMPILED)
     line = [sys.executable, "-m", "onebox", "run", "--pool", "cpu", "--threads", "1", "script.py"]

@@ -29,7 +29,6 @@ def accumulate(device: str) -> list[Tensor]:
     return seen
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("seed", [1, 2])
 def test_large_tensors_come_once_over_connections_that_are_cut_within_them(seed: int) -> None:
     expected = accumulate("cpu")

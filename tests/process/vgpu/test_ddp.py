@@ -244,7 +244,6 @@ class Halves(nn.Module):
         return self.second(torch.tanh(self.first(x.to(self.places[0]))).to(self.places[1]))
 
 
-@pytest.mark.long
 def test_ddp_of_a_model_over_devices() -> None:
     def run(rank: int) -> dict[str, Tensor]:
         model = copy.deepcopy(plain)

@@ -407,7 +407,6 @@ def test_a_forked_process_is_told_that_the_devices_are_not_its_own() -> None:
     assert held.tolist() == [1, 1]
 
 
-@pytest.mark.long
 def test_workers_follow_the_default_element_type() -> None:
     whole = torch.arange(1, 4, device="vgpu:1")
     assert (whole / 3).dtype == torch.float32

@@ -358,7 +358,6 @@ def test_an_operator_that_fails_ends_the_job_with_its_own_error() -> None:
     assert together(lambda rank: dist.get_rank()) == [0, 1, 2]
 
 
-@pytest.mark.long
 def test_a_worker_that_dies_ends_the_job() -> None:
     with onebox.open("cpu*2", threads=1) as pool:
         met = threading.Barrier(2, timeout=60)
@@ -378,7 +377,6 @@ def test_a_worker_that_dies_ends_the_job() -> None:
             together(run, ranks=2)
 
 
-@pytest.mark.long
 def test_ranks_need_devices_of_their_own() -> None:
     def run(rank: int) -> None:
         dist.all_reduce(torch.ones(1, device="vgpu:0"))

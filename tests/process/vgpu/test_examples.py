@@ -112,7 +112,6 @@ def test_scripts_are_ordinary_and_listed() -> None:
         assert plain[2:] == pooled[7:]
 
 
-@pytest.mark.sample(1)
 @pytest.mark.parametrize("script", sorted(SHORT.keys() - {"amp.py"}))
 def test_losses_are_those_of_the_cpu(script: str, tmp_path: Path) -> None:
     plain, pooled = results(tmp_path, *both(script))
@@ -123,7 +122,6 @@ def test_losses_are_those_of_the_cpu(script: str, tmp_path: Path) -> None:
     assert_same(plain, pooled)
 
 
-@pytest.mark.long
 def test_four_threads_share_two_devices(tmp_path: Path) -> None:
     plain, pooled = results(tmp_path, *both("threads_data_parallel.py", "--gpus", "4", "--steps", "4"))
     assert places(pooled) == ["cuda:0", "cuda:1"] * 2
@@ -131,7 +129,6 @@ def test_four_threads_share_two_devices(tmp_path: Path) -> None:
     assert_same(plain, pooled)
 
 
-@pytest.mark.long
 def test_mixed_precision(tmp_path: Path) -> None:
     """Which operators run in which precision differs between kinds of devices: the curves are near, not equal."""
     plain, pooled = results(tmp_path, *both("amp.py"))
@@ -141,7 +138,6 @@ def test_mixed_precision(tmp_path: Path) -> None:
     assert places(pooled) == ["cuda"]
 
 
-@pytest.mark.long
 def test_recomputed_activations_draw_the_same_random_numbers(tmp_path: Path) -> None:
     draw = ("--dropout", "0.2", "--steps", "6")
     kept, recomputed, reentrant, plain = results(
@@ -157,7 +153,6 @@ def test_recomputed_activations_draw_the_same_random_numbers(tmp_path: Path) -> 
     assert kept["peak_bytes"] > recomputed["peak_bytes"] > 0
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("script", ["char_gpt.py", "mnist_cnn.py"])
 def test_a_run_with_dropout_repeats_itself(script: str, tmp_path: Path) -> None:
     again = on_one_device(script, "--dropout", "0.3")

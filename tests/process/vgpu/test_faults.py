@@ -171,7 +171,6 @@ with onebox.open("cpu*2", threads=1) as pool:
 """
 
 
-@pytest.mark.long
 def test_the_script_with_threads_ends_with_the_error_of_a_killed_worker(tmp_path: Path) -> None:
     with Script(tmp_path, THREADS.format(folder=str(REPOSITORY / "examples"))) as script:
         script.wait_until_ready()
@@ -183,7 +182,6 @@ def test_the_script_with_threads_ends_with_the_error_of_a_killed_worker(tmp_path
         assert gone(script.workers, 0)
 
 
-@pytest.mark.long
 def test_a_worker_that_stops_is_taken_for_hung(pool: onebox.Pool) -> None:
     loop = Loop("vgpu:1")
     loop.step()
@@ -223,7 +221,6 @@ def test_ctrl_c_ends_the_workers(tmp_path: Path, body: str) -> None:
         assert gone(script.workers, 0)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("closed", ["pool.close()", ""], ids=["closed", "left open"])
 def test_an_interpreter_that_ends_with_tensors_alive(tmp_path: Path, closed: str) -> None:
     body = f"""

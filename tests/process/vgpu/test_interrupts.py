@@ -84,7 +84,6 @@ def lines() -> int:
     return (1 << 30) - counting.left
 
 
-@pytest.mark.long
 def test_ctrl_c_at_any_line() -> None:
     start = torch.tensor([1.0, -2.0, 3.0], dtype=torch.float64)
     expected: list[Tensor] = []

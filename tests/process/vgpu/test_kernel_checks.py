@@ -206,7 +206,6 @@ def first_words(error: str) -> str:
     return error.removeprefix("error: ").splitlines()[0][:40]
 
 
-@pytest.mark.short
 @pytest.mark.parametrize("table", [VALUES, OVERLAPS], ids=["values", "overlaps"])
 def test_kernels_check_what_they_check_on_the_cpu(table: Mapping[str, Case]) -> None:
     differ = {}
@@ -218,7 +217,6 @@ def test_kernels_check_what_they_check_on_the_cpu(table: Mapping[str, Case]) -> 
     assert not differ
 
 
-@pytest.mark.short
 def test_checks_in_other_words_are_no_errors_of_onebox() -> None:
     for name, case in IN_OTHER_WORDS.items():
         assert outcome(case, "cpu").startswith("error: "), name

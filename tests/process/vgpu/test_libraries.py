@@ -97,7 +97,6 @@ def test_layer_norm_in_half_precision(dtype: torch.dtype, weights: torch.dtype |
     torch.testing.assert_close(run("vgpu:0"), run("cpu"))
 
 
-@pytest.mark.long
 def test_a_singular_matrix_is_an_error_of_linear_algebra() -> None:
     with pytest.raises(torch.linalg.LinAlgError, match="singular"):
         torch.linalg.inv(torch.zeros(2, 2, device="vgpu:0"))

@@ -68,7 +68,6 @@ with onebox.open("cpu*2", threads=1) as pool:
 """
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("seed", range(2))
 def test_exceptions_of_handlers_arrive_once_and_nothing_breaks(tmp_path: Path, seed: int) -> None:
     # a handler's exception that is lost leaves its loop running for ever; in the guard of the device it would abort

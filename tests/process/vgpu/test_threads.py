@@ -113,7 +113,6 @@ def test_copies_in_both_directions_at_once(pool: onebox.Pool) -> None:
     assert sums == [1000.0 * (ROUNDS + 1)] * 3
 
 
-@pytest.mark.long
 def test_tensors_that_another_thread_collects(pool: onebox.Pool) -> None:
     kept = torch.arange(6.0, device="vgpu:0")
     ready = threading.Event()
@@ -138,7 +137,6 @@ def test_tensors_that_another_thread_collects(pool: onebox.Pool) -> None:
     assert (kept * 3).tolist() == [0, 3, 6, 9, 12, 15]
 
 
-@pytest.mark.long
 def test_a_loader_that_forks_beside_virtual_devices(tmp_path: Path) -> None:
     body = """
 import torch.utils.data as data

@@ -106,7 +106,6 @@ class Stages(nn.Module):
         return x + torch.ones(5, dtype=x.dtype, device=self.places[1])
 
 
-@pytest.mark.long
 def test_a_model_over_two_devices(pool: onebox.Pool) -> None:
     torch.manual_seed(1)
     host = Stages().double()
@@ -150,7 +149,6 @@ def test_between_steps_of_the_script_itself(pool: onebox.Pool) -> None:
     torch.testing.assert_close(ends[1], ends[0], rtol=0, atol=1e-12)
 
 
-@pytest.mark.long
 def test_random_numbers_of_the_script_are_left_alone(pool: onebox.Pool) -> None:
     torch.manual_seed(8)
     expected = [torch.rand(3, device="vgpu:0").cpu(), torch.rand(3, device="vgpu:0").cpu()]
@@ -160,7 +158,6 @@ def test_random_numbers_of_the_script_are_left_alone(pool: onebox.Pool) -> None:
     same([first, torch.rand(3, device="vgpu:0").cpu()], expected)
 
 
-@pytest.mark.long
 def test_checkpoints(pool: onebox.Pool, tmp_path: Path) -> None:
     case = CASES["mlp"]
     batches = case.batches([6, 6])

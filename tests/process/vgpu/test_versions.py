@@ -99,7 +99,6 @@ OPTIMIZERS: list[Callable[..., torch.optim.Optimizer]] = [
 ]
 
 
-@pytest.mark.short
 @pytest.mark.parametrize("foreach", [None, True, False])
 def test_a_backward_through_weights_that_a_step_overwrote_is_an_error(foreach: bool | None) -> None:
     for optimizer in OPTIMIZERS:

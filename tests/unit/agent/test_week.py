@@ -66,7 +66,6 @@ def journal(tmp_path: Path) -> Iterator[Journal]:
         yield made
 
 
-@pytest.mark.long
 def test_a_week_leaves_no_more_than_two_days(journal: Journal, tmp_path: Path) -> None:
     days = Days(journal)
     tracemalloc.start()

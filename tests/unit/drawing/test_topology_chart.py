@@ -32,7 +32,6 @@ def links(count: int, rate: float | None = 125e6) -> tuple[PlaceLink, ...]:
     return tuple(PlaceLink(ends=ends, bandwidth_bps=rate, latency_s=late) for ends in combinations(range(count), 2))
 
 
-@pytest.mark.sample(2)
 @pytest.mark.parametrize("count", [1, 2, 3, 6, 12])
 def test_places_devices_and_links_are_named(count: int, tmp_path: Path) -> None:
     save(topology_figure(places(count), links(count), title="the lab"), tmp_path / "pool.svg")
@@ -64,7 +63,6 @@ def test_a_faster_link_is_wider() -> None:
     assert (widths[0], widths[-1]) == (1.0, 8.5)
 
 
-@pytest.mark.long
 def test_boxes_do_not_cover_each_other() -> None:
     from matplotlib.patches import FancyBboxPatch
 

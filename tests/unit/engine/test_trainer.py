@@ -181,7 +181,6 @@ def plan(workers: int, micro_batch: int | None, shares: tuple[float, ...] | None
     return lambda size: [part.size for part in made.micro_batches(size)]
 
 
-@pytest.mark.sample(5)
 @pytest.mark.parametrize(("workers", "sync"), [(1, "workers"), (2, "workers"), (3, "client")])
 @pytest.mark.parametrize("name", MODELS)
 def test_any_number_of_replicas(name: str, workers: int, sync: Any, pools: Pools) -> None:

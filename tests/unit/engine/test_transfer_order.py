@@ -106,7 +106,6 @@ RUNS = {
 
 
 @pytest.mark.parametrize("name", RUNS)
-@pytest.mark.sample(1)
 def test_a_whole_run_posts_everything_in_one_order(
     name: str, pools: Pools, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:

@@ -104,7 +104,6 @@ DIFFERENT = {
 }
 
 
-@pytest.mark.sample(2)
 @pytest.mark.parametrize("what", DIFFERENT)
 def test_operators_that_differ_on_a_gpu_are_found_in_programs_for_cpus_and_not_in_those_for_gpus(what: str) -> None:
     model, name, dtype = DIFFERENT[what]()
@@ -113,7 +112,6 @@ def test_operators_that_differ_on_a_gpu_are_found_in_programs_for_cpus_and_not_i
     assert fake_devices.of_model(what, programs_of(model, case.loss, batch, "cuda")) == []
 
 
-@pytest.mark.sample(2)
 @pytest.mark.parametrize("what", DIFFERENT)
 def test_a_worker_on_a_cpu_runs_programs_for_gpus(what: str) -> None:
     torch.manual_seed(0)
@@ -181,7 +179,6 @@ def test_a_worker_on_a_cpu_normalises_bfloat16_with_parameters_in_float32(name: 
         assert fake_devices.of_model(name, made) == []
 
 
-@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", CASES)
 def test_models_make_on_a_gpu_what_their_programs_state(name: str) -> None:
     case = CASES[name]

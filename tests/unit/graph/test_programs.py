@@ -53,7 +53,6 @@ def cuts(names: Sequence[str], most: int) -> Iterator[list[list[str]]]:
             yield [list(names[a:b]) for a, b in itertools.pairwise(bounds)]
 
 
-@pytest.mark.sample(5)
 @pytest.mark.parametrize("name", [name for name in CASES if name != "dropping"])
 def test_one_stage_computes_what_pytorch_computes(name: str) -> None:
     case = CASES[name]
@@ -79,7 +78,6 @@ def test_every_cut_of_a_small_model(name: str) -> None:
         check_division(traced, stages, expected_of(name))
 
 
-@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", [name for name in CASES if name not in FEW])
 def test_any_cut(name: str) -> None:
     traced = traced_case(name)

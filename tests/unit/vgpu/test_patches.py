@@ -159,7 +159,6 @@ with onebox.open("cpu*2"):
 """
 
 
-@pytest.mark.long
 def test_all_sets_restore_pytorch_and_can_be_applied_again() -> None:
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr

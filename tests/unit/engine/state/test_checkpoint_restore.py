@@ -123,7 +123,6 @@ def batches(count: int) -> list[tuple[Tensor, Tensor]]:
     return [(torch.randn(6, 4, generator=generator).double(), torch.randn(6, 3, generator=generator).double())] * count
 
 
-@pytest.mark.sample(1)
 @pytest.mark.parametrize(("workers", "sync"), [(1, "workers"), (2, "client"), (3, "workers")])
 def test_a_resumed_run_ends_with_the_same_bits(tmp_path: Path, workers: int, sync: Any, pools: Pools) -> None:
     options: dict[str, Any] = {"pool": pools(workers), "micro_batch": 2, "seed": 3, "sync": sync, "clip_grad_norm": 0.5}

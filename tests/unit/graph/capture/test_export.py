@@ -280,7 +280,6 @@ def _operators(made: ModelPrograms) -> list[Any]:
     return [operator for part in parts if part for operator in part.program.operators]
 
 
-@pytest.mark.sample(5)
 @pytest.mark.parametrize("name", [name for name in CASES if name not in ("mlp", "tied", "branches")])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_programs_for_gpus_hold_no_operator_of_cpus_alone(name: str, precision: Precision) -> None:

@@ -260,7 +260,6 @@ class Transformed(nn.Module):
         return (gradient.square().sum(),)
 
 
-@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", [Penalised, Transformed])
 def test_second_derivatives_are_traced(kind: type[Penalised | Transformed]) -> None:
     x, y = torch.randn(4, 2, FEATURES, dtype=torch.float64), torch.zeros(4)

@@ -67,6 +67,14 @@ def unseeded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(common_methods_invocations, "wrapper_set_seed", lambda op, *args, **kwargs: op(*args, **kwargs))
 
 
+def tier(place: int) -> list[Any]:
+    """Return the mark of an operator: a hundredth is of the short tier, a fifth of that or the long one."""
+    return [pytest.mark.soak] if place % 5 else [pytest.mark.long] if place % 100 else []
+
+
+SOME = [pytest.param(name, marks=tier(place)) for place, name in enumerate(OPERATORS)]
+
+
 def samples(name: str) -> list[Any]:
     """Return the sample of an operator that has most dimensions, if there is one."""
     operator = OPERATORS[name]
@@ -145,9 +153,8 @@ def by_programs(model: nn.Module) -> list[Tensor | None]:
     return [given[Port("result", 0)], *(given.get(Port("gradient", name)) for name in names)]
 
 
-@pytest.mark.sample(5, 100)
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", OPERATORS)
+@pytest.mark.parametrize("name", SOME)
 def test_programs_compute_what_pytorch_computes_whatever_the_layout(name: str) -> None:
     compared = 0
     for sample in samples(name):
@@ -232,9 +239,8 @@ def strides(made: Any) -> list[tuple[int, ...]]:
     ]
 
 
-@pytest.mark.sample(5, 100)
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", OPERATORS)
+@pytest.mark.parametrize("name", SOME)
 def test_results_lie_as_in_the_trace_where_the_lowering_relies_on_it(name: str) -> None:
     recorder = Recorder()
     for sample in samples(name):

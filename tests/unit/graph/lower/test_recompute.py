@@ -59,7 +59,6 @@ def require_same_bits(traced: Traced, model: ModelPrograms, expected: tuple[Ran,
             assert torch.equal(found.made[port], tensor), port
 
 
-@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", CASES)
 def test_each_span_in_turn_and_all_of_them(name: str) -> None:
     """The result is that of one stage; forward keeps nothing for its own backward but buffers that it changes."""

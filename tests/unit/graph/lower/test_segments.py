@@ -25,7 +25,6 @@ def evaluated(name: str, size: int) -> tuple[str, ...]:
     return TracedModel(captured, backward=False).segments
 
 
-@pytest.mark.sample(7)
 @pytest.mark.parametrize("name", CASES)
 def test_names_are_the_same_for_evaluation_and_for_another_size(name: str) -> None:
     """A plan that was made for one capture holds for all captures of the model."""

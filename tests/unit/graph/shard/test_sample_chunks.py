@@ -47,7 +47,6 @@ def tails(part: NamedProgram, limit: int = 2) -> list[Tail]:
     return [tail for tail in found if tail is not None][:limit]
 
 
-@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ["alexnet", "attention", "block", "depthwise", "gpt2", "unet"])
 def test_chunks_of_any_tail_compute_what_the_whole_computes(name: str) -> None:
     for part, inputs, expected in phases(name):

@@ -63,7 +63,6 @@ def collectives(sharded: Sharded, tape: int) -> list[str]:
     return [type(s).__name__ for s in sharded.tapes[tape][0].steps if isinstance(s, AllReduce | AllGather)]
 
 
-@pytest.mark.sample(6)
 @pytest.mark.parametrize("name", sorted(ALL))
 def test_ranks_compute_what_one_device_does(name: str) -> None:
     programs, inputs = traced(name)

@@ -143,7 +143,6 @@ def require_same_bits(one: Ran, other: Ran) -> None:
         assert torch.equal(one.made[port], tensor), port
 
 
-@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", CASES)
 def test_all_stages_and_some_of_them(name: str) -> None:
     case, stages = traced(name), cut(traced(name).model.segments)
@@ -158,7 +157,6 @@ def test_all_stages_and_some_of_them(name: str) -> None:
     }, "stages in float32 stay what they were"
 
 
-@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ["cnn", "gpt2", "tied", "resnet"])
 def test_recomputed_stages(name: str) -> None:
     """Their backward makes the same values again; parameters in bfloat16 are there for both."""

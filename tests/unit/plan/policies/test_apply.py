@@ -210,7 +210,6 @@ def test_any_number_of_first_segments_may_be_on_the_cpu() -> None:
         assert found == wanted
 
 
-@pytest.mark.sample(1)
 @pytest.mark.parametrize(("cpu_s", "on_cpu"), [(1.2e-3, True), (4e-2, False)])
 def test_what_saves_much_and_computes_little_goes_to_the_processor(cpu_s: float, on_cpu: bool) -> None:
     problem = hybrid(cpu_s=cpu_s)

@@ -142,7 +142,6 @@ def test_no_division_of_a_short_chain_is_better(seed: int, length: int, part: fl
         assert got.extra_s <= min(tighter, default=got.extra_s) + 1e-9
 
 
-@pytest.mark.sample(1)
 @pytest.mark.parametrize("length", [6, 9, 12])
 def test_a_search_that_rounds_nothing_finds_nothing_better(length: int) -> None:
     random = Random(length)

@@ -72,7 +72,6 @@ def within(run: Run, step: int, problem: Problem, state: State) -> float:
     return run.steps_s[step] / step_s(true, plan)
 
 
-@pytest.mark.sample(1)
 @pytest.mark.parametrize("schedule", ["1f1b", ASYNC])
 @pytest.mark.parametrize(("devices", "uneven"), [(4, False), (8, True)])
 def test_a_slow_device_is_relieved_and_later_as_busy_as_before(devices: int, uneven: bool, schedule: str) -> None:
@@ -89,7 +88,6 @@ def test_a_slow_device_is_relieved_and_later_as_busy_as_before(devices: int, une
     assert run.decisions[0].after_s == pytest.approx(run.steps_s[60], rel=0.1)
 
 
-@pytest.mark.sample(1)
 @pytest.mark.parametrize("schedule", ["1f1b", ASYNC])
 @pytest.mark.parametrize(("devices", "uneven"), [(4, True), (8, False)])
 def test_a_slow_link_is_left_to_who_needs_it_least(devices: int, uneven: bool, schedule: str) -> None:
@@ -110,7 +108,6 @@ def test_changes_are_followed_under_noise() -> None:
     assert within(run, 70, problem, slow) < 1.1
 
 
-@pytest.mark.sample(1)
 @pytest.mark.parametrize("uneven", [False, True])
 @settings(max_examples=8, deadline=None)
 @given(seed=st.integers(0, 2**32), even=st.booleans())

@@ -53,14 +53,12 @@ def hops(result: SearchResult) -> list[tuple[int, int]]:
     return list(pairwise(stage.replicas[0][0] for stage in result.plan.stages))
 
 
-@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", CLUSTERS)
 def test_all_devices_are_busy_where_steps_do_not_wait(name: str) -> None:
     problem = fine(CLUSTERS[name], staleness=1)
     assert found(problem).simulation.step_s <= 1.06 * least_s(problem)
 
 
-@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", CLUSTERS)
 def test_links_cost_little_where_steps_wait(name: str) -> None:
     """What filling and draining a pipeline takes cannot be spared; what slow links add to that can, nearly."""

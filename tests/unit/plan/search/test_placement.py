@@ -98,7 +98,6 @@ def best_of_all(problem: Problem, schedule: str) -> float:
     return best
 
 
-@pytest.mark.sample(2)
 @pytest.mark.parametrize("schedule", ["1f1b", ASYNC])
 @pytest.mark.parametrize("name", SMALL)
 def test_small_chains_are_placed_as_well_as_by_exhaustive_search(name: str, schedule: str) -> None:
@@ -109,7 +108,6 @@ def test_small_chains_are_placed_as_well_as_by_exhaustive_search(name: str, sche
     assert found.step_s <= 1.03 * best
 
 
-@pytest.mark.sample(3)
 @pytest.mark.parametrize("replicable", [False, True])
 @pytest.mark.parametrize("name", CLUSTERS)
 def test_no_worse_than_with_eyes_shut(name: str, replicable: bool) -> None:
@@ -130,7 +128,6 @@ def even(problem: Problem, order: tuple[int, ...]) -> StageLayout:
     )
 
 
-@pytest.mark.sample(1)
 @settings(max_examples=5)
 @pytest.mark.parametrize("name", ["2 hosts x 3", "3 hosts x 2, one slow uplink", "ring of 6, one bad link"])
 @given(seed=st.integers(0, 10**6))

@@ -68,7 +68,6 @@ def check(problem: Problem, result: SearchResult) -> None:
     assert all(peak <= caps.get(device, peak) for device, peak in simulation.peak_bytes.items())
 
 
-@pytest.mark.sample(6)
 @pytest.mark.parametrize("seed", range(32))
 def test_small_problems_are_solved_as_well_as_by_exhaustive_search(seed: int) -> None:
     random = Random(seed)
@@ -81,8 +80,6 @@ def test_small_problems_are_solved_as_well_as_by_exhaustive_search(seed: int) ->
         assert result.simulation.step_s <= 1.02 * best_s
 
 
-@pytest.mark.long
-@pytest.mark.sample(1)
 @pytest.mark.parametrize("seed", [100, 103])
 def test_eight_segments_on_four_devices(seed: int) -> None:
     problem = random_problem(Random(seed), 8, 4, tight=bool(seed % 2))
@@ -130,7 +127,6 @@ def uneven(batch: int = 32, *, slow_bps: float = 1e8) -> Problem:
     )
 
 
-@pytest.mark.sample(1)
 @pytest.mark.parametrize(("batch", "against_gpipe"), [(32, 2.8), (64, 2.8)])
 def test_uneven_devices_against_even_cuts(batch: int, against_gpipe: float) -> None:
     """With 4 and 8 micro-batches; all devices' speed together, 2.75, would allow 3.6 and 3.2 times GPipe's."""
@@ -237,7 +233,6 @@ def branched() -> Problem:
     )
 
 
-@pytest.mark.long
 def test_parallel_branches_run_on_different_devices() -> None:
     """With one micro-batch a chain gains nothing from a second device; towers side by side take half the time."""
     problem = branched()
@@ -265,7 +260,6 @@ def test_nothing_fits() -> None:
     assert "or more devices" in message
 
 
-@pytest.mark.long
 def test_the_memory_that_is_said_to_be_enough_is_enough() -> None:
     problem = tight(18_000_000)
     with pytest.raises(PlanError) as caught:
@@ -292,7 +286,6 @@ def test_the_micro_batch_that_is_said_to_be_enough_is_enough(policies: tuple[Cha
     check(smaller, search(smaller, budget_s=HOUR_S, effort=ENOUGH))
 
 
-@pytest.mark.long
 def test_a_hundred_segments_on_sixteen_devices_in_four_hosts() -> None:
     random = Random(11)
     kinds = list(KINDS)
@@ -334,7 +327,6 @@ def chain(segments: int, devices: int, *, gap_s: float, state: int = 4_000_000) 
     )
 
 
-@pytest.mark.sample(1)
 @pytest.mark.parametrize(("gap_s", "state"), [(0.0, 4_000_000), (1e-3, 400_000), (1e-2, 40_000), (1e-3, 40_000_000)])
 def test_more_devices_are_never_slower(gap_s: float, state: int) -> None:
     """What is best on fewer devices is a candidate on more; plainer plans may cost half a percent."""
@@ -376,8 +368,6 @@ def test_fewer_devices_are_as_quick_among_themselves_as_beside_idle_ones(cores: 
     assert least_step(fewer) <= expected
 
 
-@pytest.mark.long
-@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("name", "within_s"), [("search: three devices", 0.183), ("search: little memory, sharded, on the host", 0.190)]
 )
@@ -389,7 +379,6 @@ def test_more_effort_finds_what_less_effort_finds(name: str, within_s: float) ->
     assert steps[1] < within_s
 
 
-@pytest.mark.sample(1)
 @pytest.mark.parametrize("budget_s", [5, 50, 100])
 def test_nothing_is_simulated_after_the_deadline(budget_s: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A simulation takes a second here; those of the plans that need no planner are made first, whatever they take."""

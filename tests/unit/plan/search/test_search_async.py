@@ -62,7 +62,6 @@ def check(problem: Problem, result: SearchResult) -> None:
     assert predicted.step_s >= least_period(work, routes, sizes) * (1 - 1e-9)
 
 
-@pytest.mark.sample(4)
 @pytest.mark.parametrize("seed", range(14))
 def test_small_chains_are_cut_as_well_as_by_exhaustive_search(seed: int) -> None:
     problem = late(random_problem(Random(seed), *SHAPES[seed % len(SHAPES)], tight=seed % 3 == 2))
@@ -98,7 +97,6 @@ def of(result: SearchResult, label: str) -> PlanCandidate:
     return found
 
 
-@pytest.mark.long
 def test_the_bound_of_the_busiest_device_is_reached() -> None:
     problem = alike()
     result = search(problem, budget_s=HOUR_S, effort=ENOUGH)

@@ -30,7 +30,6 @@ def drawn(seed: int) -> Problem:
     return with_splits(random, random_problem(random, segments, devices, tight=seed % 3 == 2), *ranks)
 
 
-@pytest.mark.sample(7)
 @pytest.mark.parametrize("seed", range(28))
 def test_small_problems_are_solved_as_well_as_by_exhaustive_search(seed: int) -> None:
     problem = drawn(seed)

@@ -6,7 +6,6 @@ import errno
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -171,17 +170,15 @@ def test_a_worker_that_never_ends_its_line_is_not_read_for_ever(worker: tuple[Wo
         made.read_ports()
 
 
-def test_a_process_that_floods_its_standard_error_is_held_to_a_rate_and_its_last_words_are_kept(
+def test_the_last_words_of_a_process_that_floods_its_standard_error_are_kept(
     config: WorkerConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     flood = "import os, sys\nfor _ in range(1500): os.write(2, b'UserWarning\\n' * 100)\nsys.exit('the end')"
     monkeypatch.setattr(WorkerProcess, "command", (sys.executable, "-S", "-c", flood))
-    began_s = time.monotonic()
     worker = WorkerProcess(PLACE, config)
     try:
         with pytest.raises(WorkerDied) as caught:
             worker.ports()
-        assert time.monotonic() - began_s > 1.0, "1.8 MB"
         assert caught.value.last_words.endswith("the end") and caught.value.exit_status == 1
     finally:
         worker.close(grace_s=1.0)

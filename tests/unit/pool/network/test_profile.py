@@ -272,7 +272,6 @@ def test_a_device_without_memory_is_named(open_pool: OpenPool) -> None:
         open_pool(1, memory=1000).profile()
 
 
-@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("worker", "fault"),
     [
@@ -302,7 +301,6 @@ def test_links_by_gloo(open_pool: OpenPool, monkeypatch: pytest.MonkeyPatch) -> 
         assert found.bandwidth_bps[source][target] > 0
 
 
-@pytest.mark.long
 def test_links_without_a_common_clock(open_pool: OpenPool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Half of a round trip is the latency of both ways; each way has its bandwidth."""
     monkeypatch.setattr(link_benchmark, "have_one_clock", lambda one, other: False)

@@ -39,7 +39,6 @@ def difference(one: Path, other: Path) -> float:
     return float(abs(first - second).mean())
 
 
-@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_picture_drawn_again_is_the_same(name: str, draw: ModuleType, tmp_path: Path) -> None:
     draw.write(draw.FIGURES[name](), tmp_path / name)

@@ -17,7 +17,6 @@ from onebox.report.figures.step_figure import draw_measured, draw_simulation
 from tests.unit.report.steps import as_measured, foreseen, plan, problem
 
 
-@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("suffix", "begin"), [(".png", b"\x89PNG"), (".svg", b"<?xml"), (".pdf", b"%PDF"), (".PNG", b"\x89PNG")]
 )
@@ -131,7 +130,6 @@ def test_no_window_and_no_global_state(tmp_path: Path, monkeypatch: pytest.Monke
     assert "matplotlib.pyplot" not in sys.modules
 
 
-@pytest.mark.long
 def test_the_same_step_is_the_same_file(tmp_path: Path) -> None:
     _, simulation = foreseen(plan())
     for suffix in ("pdf", "png", "svg"):

@@ -30,7 +30,6 @@ def test_an_error_is_a_part_of_what_was_measured() -> None:
         assert lacking.error is None
 
 
-@pytest.mark.sample(1)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
 @given(factor=st.floats(0.5, 3.0))
 def test_a_run_that_does_what_was_simulated_shows_how_much_slower_it_was(schedule: str, factor: float) -> None:

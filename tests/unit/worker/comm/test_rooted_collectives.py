@@ -119,7 +119,6 @@ def test_what_is_sent_is_what_it_was_then(way: str) -> None:
     assert torch.equal(run(2, way, rank)[1], sent)
 
 
-@pytest.mark.sample(4)
 @every_way
 @pytest.mark.parametrize("other", ["root", "size", "kind", "type"])
 def test_ranks_that_mean_different_things_are_told_so(other: str, way: str) -> None:

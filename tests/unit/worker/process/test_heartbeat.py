@@ -92,7 +92,6 @@ print(*found)
 """
 
 
-@pytest.mark.long
 def test_who_waits_in_the_kernel_is_told_from_who_sleeps() -> None:
     done = subprocess.run([sys.executable, "-c", WAITS], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout == "D\n"

@@ -72,7 +72,6 @@ def test_without_the_checks_of_a_worker_it_finds_known_faults() -> None:
     assert found["crashes"] > 0, found
 
 
-@pytest.mark.long
 def test_through_a_worker_it_finds_nothing_in_operators_that_are_sound() -> None:
     """In programs and in eager calls, alone and in blocks; faults that are not there would be as useless."""
     found = fuzzed(*SOUND, calls=1500)
@@ -82,7 +81,6 @@ def test_through_a_worker_it_finds_nothing_in_operators_that_are_sound() -> None
     assert found["raised"] > 300, found
 
 
-@pytest.mark.long
 def test_what_another_process_changes_meanwhile_leads_nowhere() -> None:
     """Operators that trust their indices, that check them first, and that count before they write."""
     found = fuzzed(*RACED, calls=240, options=("--racing",))

@@ -58,7 +58,6 @@ def test_limits_are_seen() -> None:
         assert limited("avx2", "AVX2") == ["AVX2", "AVX2"]
 
 
-@pytest.mark.long
 def test_threads_that_ask_at_once_hear_the_same() -> None:
     """oneDNN says it once a process: whoever asks meanwhile waits for that."""
     at_once = """
@@ -76,7 +75,6 @@ with ThreadPoolExecutor(4) as threads:
     assert run.stdout.strip().split("|") == [used_instruction_sets().onednn] * 4
 
 
-@pytest.mark.long
 def test_the_defaults_of_the_process_do_not_matter() -> None:
     """A probe in float64, or on a device without memory, would fail, or see nothing."""
     ask = f"import torch; torch.set_default_dtype(torch.float64); torch.set_default_device('meta'); {ASK}"

@@ -181,7 +181,6 @@ def test_a_stream_whose_columns_are_not_known():
 # ---- who does not use it
 
 
-@pytest.mark.long
 def test_nothing_of_it_is_imported_by_ours():
     names = ["datasets", "torchdata", "pyarrow", "torchvision"]
     code = f"import sys, onebox.feed.adapt, onebox.feed.sources; print([m for m in {names} if m in sys.modules])"

@@ -58,7 +58,6 @@ def exchange(ranks: list[Rank], number: int) -> dict[int, str]:
     return texts
 
 
-@pytest.mark.sample(2)
 @pytest.mark.parametrize("size", [1, 2, 5, 40])
 def test_everybody_gets_everybodys(size: int) -> None:
     with ExitStack() as stack, ThreadPoolExecutor(size) as pool:
