@@ -11,20 +11,19 @@ PROFILE ?= long
 LONG = -m "(long or hypothesis) and not soak" --hypothesis-profile $(PROFILE)
 TOGETHER = -q --numprocesses auto --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test test-all net browser gpu lint docs figures package compose-check bench soak clean
+.PHONY: demo test test-all check net browser gpu lint docs figures package compose-check bench soak clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.stamp-run
 	$(BIN)/onebox train --data digits --model cnn
 
-# The short tier, for every commit: less than eight minutes on two cores. tests/conftest.py says which test is of which
-# tier, in which order they come, and how many at a time. Those of tests/net skip where there is no root or no iproute2,
-# those of tests/gpu where there is no GPU.
+# The short tier, for every commit: tests/tiers.py says which test is of which tier. Tests of hosts skip where there is no
+# root or no iproute2, those of GPUs where there is none.
 # Bytecode is kept, whatever the environment says: dozens of processes import the same files.
 test test-all: export PYTHONDONTWRITEBYTECODE :=
 test: lint
-	$(BIN)/pytest $(TOGETHER) -m "not long"
+	$(BIN)/pytest $(TOGETHER) -m short
 
 # The long tier: all other tests, and those by hypothesis once more, with more examples, at random.
 test-all: $(VENV)/.stamp-test
@@ -42,6 +41,10 @@ browser: $(VENV)/.stamp-test
 # has PyTorch and the packages is used instead of .venv by  make gpu PYTHON_ENV=FOLDER;  arguments come in ARGS.
 gpu: $(if $(PYTHON_ENV),,$(VENV)/.stamp-test)
 	$(or $(PYTHON_ENV),$(VENV))/bin/python -m tests.gpu_run $(ARGS)
+
+# The tests nearest to what has changed since the last commit, or since this branch left another one: SINCE=main.
+check: lint
+	$(BIN)/pytest $(TOGETHER) -m short $$($(BIN)/python -m tests.nearest $(SINCE) || echo tests/unit/test_project.py)
 
 lint: $(VENV)/.stamp-test
 	$(BIN)/ruff check .

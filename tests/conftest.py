@@ -54,6 +54,17 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return not any(Path(each.partition("::")[0]).resolve().is_relative_to(MODELLED) for each in config.args)
 
 
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Say in one line for each reason how many tests were skipped."""
+    reasons = Counter(
+        report.longrepr[2].removeprefix("Skipped: ")
+        for report in terminalreporter.stats.get("skipped", ())
+        if isinstance(report.longrepr, tuple)
+    )
+    for reason, count in sorted(reasons.items()):
+        terminalreporter.write_line(f"skipped {count}: {reason}")
+
+
 @pytest.fixture(autouse=True, scope="session")
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Keep what tests measure out of the user's cache, also that of processes that they start."""

@@ -16,7 +16,7 @@ REPOSITORY = Path(__file__).parents[2]
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("tier", ["not long", "long or hypothesis"])
+@pytest.mark.parametrize("tier", ["short", "long or hypothesis"])
 def test_suites_on_modelled_accelerators(tier: str) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", tier, "tests/modelled"]
     done = warm.run(command, cwd=REPOSITORY, env=warm.single(), text=True, timeout=870)

@@ -90,7 +90,7 @@ class Copy:
             first: Whether to stop at the first failure.
         """
         command = [sys.executable, "-m", "pytest", "-q", "-rf", "-p", "no:cacheprovider", f"--timeout={TEST_S}"]
-        command += ["-m", "not long"] * (tier == "short") + ["-x"] * first + list(dict.fromkeys(tests))
+        command += ["-m", "short"] * (tier == "short") + ["-x"] * first + list(dict.fromkeys(tests))
         environment = {**os.environ, "PYTHONPATH": str(self.root / "src")}  # before an installed onebox
         environment.pop("PYTHONDONTWRITEBYTECODE", None)
         with subprocess.Popen(
