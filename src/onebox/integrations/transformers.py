@@ -70,7 +70,7 @@ class PlannedTrainer(transformers.Trainer):
         self._running = False
         self._planned: Trainer | None = None
         self._by_items = False
-        """Whether the loss divides by ``num_items_in_batch``, and so is a sum over samples."""
+        """True if the loss divides by ``num_items_in_batch``, and so is a sum over samples."""
         self._batches: list[_Inputs] = []
         """Batches of the update that has not begun."""
         self._losses: list[tuple[int, StepLoss]] = []

@@ -92,7 +92,7 @@ class Pool:
         self.channel_latency_s = channel_latency_s
         self.channel_bandwidth_bps = channel_bandwidth_bps
         self.plain_links = plain_links
-        """Whether workers of different hosts send each other tensors without encryption, and over NCCL."""
+        """True if workers of different hosts send each other tensors without encryption, and over NCCL."""
         self._handles = list(handles)
         self._sources = sources
         self._client_loop = client_loop
@@ -110,7 +110,7 @@ class Pool:
         self._closed = False
         self._default_types: dict[int, torch.dtype] = {}
         self.shared = shares_memory()
-        """Whether new groups use shared memory between workers of one host, where they can."""
+        """True if new groups use shared memory between workers of one host, where they can."""
         self.client_bandwidth = ClientBandwidth(self)
         """Bandwidth from this process to the workers."""
         self.round_trip_s = 0.0

@@ -111,7 +111,7 @@ def onto(loss: Any, kind: torch.dtype) -> Any:
     return lambda outputs, targets: loss(outputs, targets.to(kind).unsqueeze(1).expand_as(outputs))
 
 
-@case(vgpu=refused("target is torch.int64; allowed: floating-point numbers"))
+@case()
 def distances_to_integers(way: Way) -> None:
     train(way, onto(F.smooth_l1_loss, torch.int64))
 

@@ -113,7 +113,7 @@ class InstalledPlan:
         self._there: set[CompiledStep] = set()
         self._with_residuals = False
         self._waits = before is not None
-        """Whether the plan before still runs, with residuals of its own."""
+        """True if the plan before still runs, with residuals of its own."""
         self._stored: dict[int, dict[int, int]] = {}
         self._unformed: list[Members] = []
         self._tagged = False

@@ -131,7 +131,7 @@ class IslandsSession:
         self._resolve = resolve
         self._provisional = provisional
         self._planned = False
-        """Whether plans and shares are those of steps."""
+        """True if plans and shares are those of steps."""
         self._states = list(states)
         self._settings = settings
         self._staging = staging
@@ -145,7 +145,7 @@ class IslandsSession:
             start.entry.due if start else [0] * outer.fragments,
         )
         self._owes_outer_steps = False
-        """Whether outer steps are to be made once the state of the run is on the workers."""
+        """True if outer steps are to be made once the state of the run is on the workers."""
         self._optimizer: OuterOptimizer | None = None
         self._bases: dict[int, Mapping[str, Tensor]] = {}
         """The global parameters that each late island last had."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
@@ -118,8 +119,9 @@ def end_all(handles: Sequence[WorkerHandle], *, grace_s: float) -> None:
         grace_s: How long to wait for all of them together to end by themselves.
     """
     end_s = time.monotonic() + grace_s
-    for handle in handles:
-        handle.close(grace_s=max(0.0, end_s - time.monotonic()))
+    with contextlib.ExitStack() as closing:  # all of them, whichever fails
+        for handle in reversed(handles):
+            closing.callback(lambda handle=handle: handle.close(grace_s=max(0.0, end_s - time.monotonic())))
 
 
 __all__ = [

@@ -56,7 +56,7 @@ class _Side:
     def __init__(self, end: RelayEnd) -> None:
         self.end = end
         self.greeted = False
-        """Whether the worker has replied to the greeting."""
+        """True if the worker has replied to the greeting."""
         self._sent = False
         self._reply = b""
         self.socket = socket.socket(socket.AF_INET6 if ":" in end.address else socket.AF_INET)

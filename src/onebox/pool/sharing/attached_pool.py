@@ -247,7 +247,7 @@ class AttachedPool(Pool):
         )
         self.round_trip_s = attached.round_trip_s
         self.synchronous = attached.synchronous
-        """Whether every operator is waited for."""
+        """True if every operator is waited for."""
         Finalize(None, self.close, exitpriority=0)  # of a process of multiprocessing, which has no atexit
 
     def form_group(

@@ -86,7 +86,7 @@ class Timeline:
     def __init__(self) -> None:
         self._processes: dict[str, dict[str, list[Span]]] = {}
         self.one_clock = True
-        """Whether all times are of one clock; those of a trace of version 1 are of each host's own."""
+        """True if all times are of one clock; those of a trace of version 1 are of each host's own."""
 
     def add(self, process: str, track: str, spans: Iterable[Span]) -> None:
         """Add spans to a track; the first call creates the track and its process.

@@ -139,7 +139,7 @@ class Accelerator(Protocol):
     """The device of its tensors, by PyTorch."""
 
     asynchronous: bool
-    """Whether the host runs ahead of it: operators only queue work on the stream of their thread."""
+    """True if the host runs ahead of it: operators only queue work on the stream of their thread."""
 
     generator: torch.Generator
     """Its default generator of random numbers."""
@@ -148,7 +148,7 @@ class Accelerator(Protocol):
     """Backends of ``torch.distributed`` that take its tensors."""
 
     graphs: bool
-    """Whether it can capture work; see :meth:`capture`."""
+    """True if it can capture work; see :meth:`capture`."""
 
     def identity(self) -> DeviceIdentity:
         """Return its make."""

@@ -1103,8 +1103,9 @@ def _soft_margin(a: Arguments) -> None:
 
 
 def _smooth_backward(a: Arguments) -> None:
-    for name in ("grad_output", "self", "target"):  # of integers, beta is one, and may be zero
-        _require(a[name].dtype.is_floating_point, f"{name} is {a[name].dtype}", "floating-point numbers")
+    given = [a[name].dtype for name in ("grad_output", "self", "target")]
+    if not any(dtype.is_floating_point for dtype in given):  # then beta is an integer, too, and may be zero
+        _require(False, f"grad_output, self and target are {', '.join(map(str, given))}", "floating-point numbers")
 
 
 def _random_range(a: Arguments) -> None:

@@ -70,7 +70,7 @@ class AgentSocket:
         self._let_in, self._mute = 0, 0
         self._reached = False
         self.unreached = False
-        """Whether the last attempt to connect has failed."""
+        """True if the last attempt to connect has failed."""
         where = split(address)
         family = resolve(address)[0]
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
