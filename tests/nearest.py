@@ -26,6 +26,9 @@ BUDGET_S = 75.0
 FILE_S, TEST_S = 2.0, 0.05
 """Seconds for what a file imports and sets up, and for a test that is too quick to be recorded."""
 
+ELSEWHERE = ("tests/gpu/", "tests/modelled/")
+"""Folders that need what few machines have, or a process of their own."""
+
 
 @functools.cache
 def module_of(file: str) -> str:
@@ -109,20 +112,30 @@ def changed_files(since: str) -> list[str]:
     return sorted({*git("diff", "--name-only", base), *git("ls-files", "--others", "--exclude-standard")} - {""})
 
 
+class Nearest:
+    """The test files that are near to a file, and the seconds that each takes."""
+
+    def __init__(self) -> None:
+        files = [path for place in ("src/onebox", "tests") for path in (ROOT / place).rglob("*.py")]
+        self._texts = {str(path.relative_to(ROOT)): path.read_text() for path in files}
+        self._edges = imports({module_of(file): text for file, text in self._texts.items()})
+        durations, self._seconds = recorded(), dict[str, float]()
+        for file, text in self._texts.items():
+            if Path(file).name.startswith("test_") and not file.startswith((*LONG, *ELSEWHERE)):
+                own = (time_s for name, time_s in durations.items() if name.startswith(f"{file}::"))
+                quick = TEST_S * text.count("\ndef test_")
+                self._seconds[file] = FILE_S + quick + sum(each for each in own if each <= CASE_S)
+
+    def files(self, changed: Iterable[str], budget_s: float = BUDGET_S) -> list[str]:
+        """Return the test files to run for files that have changed."""
+        far = distances(self._edges, {module_of(file) for file in changed if file in self._texts})
+        reached = {file: far[module_of(file)] for file in self._seconds if module_of(file) in far}
+        return chosen(reached, self._seconds, budget_s)
+
+
 def main(arguments: Sequence[str]) -> int:
     """Print the test files, one on a line."""
-    files = [path for place in ("src/onebox", "tests") for path in (ROOT / place).rglob("*.py")]
-    texts = {str(path.relative_to(ROOT)): path.read_text() for path in files}
-    sources = {module_of(file): text for file, text in texts.items()}
-    changed = {module_of(file) for file in changed_files(*arguments or ["HEAD"]) if file in texts}
-    far = distances(imports(sources), changed)
-    durations, seconds = recorded(), {}
-    for file, text in texts.items():
-        elsewhere = file.startswith((*LONG, "tests/gpu/", "tests/modelled/"))
-        if Path(file).name.startswith("test_") and module_of(file) in far and not elsewhere:
-            known = (time_s for name, time_s in durations.items() if name.startswith(f"{file}::") and time_s <= CASE_S)
-            seconds[file] = FILE_S + TEST_S * text.count("\ndef test_") + sum(known)
-    print("\n".join(chosen({file: far[module_of(file)] for file in seconds}, seconds, BUDGET_S)))
+    print("\n".join(Nearest().files(changed_files(*arguments or ["HEAD"]))))
     return 0
 
 

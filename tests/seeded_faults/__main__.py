@@ -9,6 +9,7 @@ whose tests do not run does not count as caught. The exit status is 1 unless all
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib.util
 import os
 import queue
@@ -26,6 +27,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from tests import nearest
+from tests.seeded_faults.mutants import Mutant, sample
 from tests.seeded_faults.table import SeededFault, Tier, seeded_faults
 
 ROOT = Path(__file__).parents[2]
@@ -46,7 +49,7 @@ Outcome = Literal["caught", "not caught", "does not apply"]
 class Result:
     """Result of the tests of a fault."""
 
-    fault: SeededFault
+    fault: SeededFault | Mutant
     outcome: Outcome
     seconds: float
     words: str
@@ -65,7 +68,7 @@ class Copy:
                 shutil.copy(ROOT / name, self.root / name)
 
     @contextmanager
-    def seeded(self, fault: SeededFault) -> Iterator[None]:
+    def seeded(self, fault: SeededFault | Mutant) -> Iterator[None]:
         """Put a fault into the copy.
 
         Raises:
@@ -118,7 +121,7 @@ def _write(path: Path, text: str) -> None:
     Path(importlib.util.cache_from_source(str(path))).unlink(missing_ok=True)
 
 
-def check(copy: Copy, fault: SeededFault, tier: Tier, *, sound: bool) -> Result:
+def check(copy: Copy, fault: SeededFault | Mutant, tier: Tier, *, sound: bool) -> Result:
     """Return whether the tests of a fault catch it.
 
     Args:
@@ -157,6 +160,12 @@ def _words(output: str) -> str:
     return " ".join((errors or lines or ["no output"])[0 if errors else -1].split())
 
 
+def mutants(count: int, seed: int) -> list[Mutant]:
+    """Return random changes of the code, each with the tests that are nearest to it."""
+    near = nearest.Nearest()
+    return [dataclasses.replace(each, tests=tuple(near.files([each.file]))) for each in sample(ROOT, count, seed)]
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Check the faults, print a line for each, and return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tests.seeded_faults", description=__doc__.splitlines()[0])
@@ -165,8 +174,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--tier", choices=("short", "long"), default="long", help="short: the short tier alone has to catch them"
     )
     parser.add_argument("--jobs", type=int, default=1, help="faults that are checked at a time")
+    parser.add_argument("--random", type=int, metavar="COUNT", help="random changes of the code, and the nearest tests")
+    parser.add_argument("--seed", type=int, default=0, help="of the random changes")
     given = parser.parse_args(arguments)
-    faults = [each for each in seeded_faults() if not given.only or any(name in each.name for name in given.only)]
+    faults: list[SeededFault | Mutant] = []
+    faults += seeded_faults() if given.random is None else mutants(given.random, given.seed)
+    faults = [each for each in faults if not given.only or any(name in each.name for name in given.only)]
     faults = [each for each in faults if given.tier == "long" or each.tier == "short"]
     if not faults:
         parser.error("no fault has such a name")
@@ -175,12 +188,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for number in range(max(1, given.jobs)):
             (own := Path(folder, str(number))).mkdir()
             copies.put(Copy(own))
-        copy = copies.get()
-        status, output = copy.run([test for fault in faults for test in fault.tests], given.tier, first=False)
+        copy, status = copies.get(), 0
+        if given.random is None:
+            status, output = copy.run([test for fault in faults for test in fault.tests], given.tier, first=False)
+            print(f"without a fault: {_words(output)}", flush=True)
         copies.put(copy)
-        print(f"without a fault: {_words(output)}", flush=True)
 
-        def checked(fault: SeededFault) -> Result:
+        def checked(fault: SeededFault | Mutant) -> Result:
             copy = copies.get()
             try:
                 return check(copy, fault, given.tier, sound=status == 0)
