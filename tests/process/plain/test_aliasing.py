@@ -14,7 +14,7 @@ from tests.process.plain.aliasing import Writer, fuzzed
 from tests.process.shelf import Shelf
 
 FIRST = int(os.environ.get("ONEBOX_FUZZ_SEED", "0"))
-FEW, MANY = 60, 500
+FEW, MANY = 30, 1000
 
 
 def test_a_seed_gives_one_program() -> None:
@@ -25,7 +25,10 @@ def test_a_seed_gives_one_program() -> None:
 
 @pytest.mark.parametrize(
     "seeds",
-    [range(FIRST, FIRST + FEW), range(FIRST + FEW, FIRST + FEW + MANY)],
+    [
+        pytest.param(range(FIRST, FIRST + FEW), marks=pytest.mark.short),
+        pytest.param(range(FIRST + FEW, FIRST + FEW + MANY), marks=pytest.mark.long),
+    ],
     ids=["few", "many"],
 )
 def test_aliases_are_what_they_are_on_the_cpu(seeds: range, pools: Shelf) -> None:
