@@ -22,7 +22,7 @@ from common import commit, finish, machine, show
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tests.process.plain.case import CASES, WAYS, Case, Outcome, run_case
-from tests.process.shelf import Shelf
+from tests.kit.pools import Pools
 
 THEMES = (
     "autograd",
@@ -48,7 +48,7 @@ def load() -> list[Case]:
 
 def run(cases: list[Case], *, verbose: bool) -> list[tuple[Case, str, Outcome]]:
     """Return the outcome of each case and way."""
-    shelf, found = Shelf(), []
+    shelf, found = Pools(), []
     try:
         for case in sorted(cases, key=lambda case: case.devices):
             for way in case.expected:

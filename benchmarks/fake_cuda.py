@@ -64,14 +64,14 @@ def check(
 
 def case_names() -> list[str]:
     """Return the names of the models of the tests."""
-    from tests.models import CASES, FATED
+    from tests.kit.models import CASES, FATED
 
     return sorted({*CASES, *FATED})
 
 
 def case_trials(name: str) -> Iterator[Trial]:
     """Check a model of the tests: in two element types, with autocast, trained, frozen and evaluated."""
-    from tests.models import CASES, FATED
+    from tests.kit.models import CASES, FATED
 
     case = (FATED | CASES)[name]
 

@@ -42,7 +42,7 @@ from onebox.wire import TensorSpec
 from onebox.wire.protocol.instructions import Ask, Broadcast, Call, Free, Reduce
 from onebox.wire.protocol.requests import Define, Instruction, StoredProgram
 from onebox.wire.protocol.responses import Lookup, Scalars
-from tests import reference
+from tests.kit import reference
 from tests.net.fleet import PORT, Fleet
 from tests.net.hosts import Network
 

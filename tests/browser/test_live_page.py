@@ -19,8 +19,8 @@ import pytest
 
 from onebox.plan import Plan, Stage
 from onebox.pool.keys.keyring import allow_client, identity
-from tests import warm
 from tests.browser.conftest import PHONE, WIDE, screenshot, serious, until
+from tests.kit import warm
 from tests.process.cli.commands import read_until, running, workers_of
 
 pytestmark = pytest.mark.long

@@ -10,9 +10,9 @@ from torch import nn
 
 import onebox
 from onebox.plan import Plan
-from tests.models import CASES
-from tests.process.stages import reference, run
-from tests.reference import assert_same
+from tests.kit.models import CASES
+from tests.kit.reference import assert_same
+from tests.kit.stages import reference, run
 
 pytestmark = pytest.mark.gpu
 

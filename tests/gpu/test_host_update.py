@@ -16,7 +16,7 @@ from onebox.worker.device import ComputeDevice
 from onebox.worker.memory.host import HostMemory
 from onebox.worker.optimizer.host_parameters import HostParameters
 from onebox.worker.optimizer.native import NativeOptimizer
-from tests.trainer_arguments import grouped
+from tests.kit.trainer_arguments import grouped
 
 pytestmark = pytest.mark.gpu
 

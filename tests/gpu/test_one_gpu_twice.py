@@ -8,8 +8,8 @@ import pytest
 
 import onebox
 from onebox.plan import Plan
-from tests.process.stages import reference, run, staged
-from tests.reference import assert_same
+from tests.kit.reference import assert_same
+from tests.kit.stages import reference, run, staged
 
 pytestmark = pytest.mark.gpu
 

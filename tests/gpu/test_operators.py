@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import onebox
-from tests.models import CASES
+from tests.kit.models import CASES
 
 pytestmark = pytest.mark.gpu
 

@@ -18,11 +18,11 @@ import onebox
 from onebox.errors import OneboxError
 from onebox.plan import Plan
 from tests.gpu_run.checks import TEST_S
-from tests.models import CASES, OPTIMIZERS
-from tests.process.stages import SEED, reference, run, staged
+from tests.kit.models import CASES, OPTIMIZERS
+from tests.kit.reference import Outcome, assert_same
+from tests.kit.stages import SEED, outcome, reference, run, staged
+from tests.kit.trainer_arguments import grouped
 from tests.process.test_migration import moved
-from tests.reference import Outcome, assert_same
-from tests.trainer_arguments import grouped
 
 pytestmark = pytest.mark.gpu
 
@@ -44,8 +44,7 @@ def pool(devices: Callable[[int], str]) -> Iterator[onebox.Pool]:
 
 def _outcome(trainer: onebox.Trainer, losses: Sequence[SupportsFloat]) -> Outcome:
     """Return how a run went that has had all its steps."""
-    tensors = {name.removeprefix("model."): tensor for name, tensor in trainer.tensors().items()}
-    return Outcome(losses=[float(loss) for loss in losses], norms=[], tensors=tensors)
+    return outcome(trainer, losses)
 
 
 @pytest.mark.parametrize("shares", [(1.0, 1.0), (2.0, 1.0)], ids=["equal", "uneven"])

@@ -19,7 +19,7 @@ from onebox.worker.programs import graphs
 from onebox.worker.programs.graphs import GraphMemory
 from onebox.worker.programs.interpreter import CompiledProgram
 from onebox.worker.progress import WorkerProgress
-from tests.models import CASES, FATED
+from tests.kit.models import CASES, FATED
 from tests.unit.graph.staged import Traced, order_of, trace, traced_case
 
 SPEC = TensorSpec("float64", (4, 6))

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import onebox
+from tests.kit.reference import Outcome
+from tests.kit.waiting import until
 from tests.net.fleet import MACHINES, Fleet
 from tests.net.hosts import Network, unavailable
 from tests.net.training import batch, outcome, plans, survivor
-from tests.reference import Outcome
-from tests.waiting import until
 
 BOUND_S = 5.0
 """Within this time a run is to go on with the devices that are left."""

@@ -15,8 +15,8 @@ import pytest
 from onebox.pool.backends.agents.agent_connection import AgentConnection
 from onebox.pool.backends.agents.agent_source import connect_agent
 from onebox.pool.keys.keyring import KnownAgent, allow_client, identity, remember_agent
+from tests.kit.waiting import until
 from tests.net.hosts import Network
-from tests.waiting import until
 
 ROOT = Path(__file__).resolve().parents[2]
 MACHINES = ("red", "green", "blue")

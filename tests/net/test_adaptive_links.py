@@ -16,11 +16,11 @@ import onebox
 from onebox.engine.steps.link_use import use_since
 from onebox.plan import Plan
 from onebox.pool.backends.agents.agent_connection import AgentConnection
-from tests import reference
+from tests.kit import reference
+from tests.kit.reference import assert_same
 from tests.net.fleet import GRACE_S, Fleet
 from tests.net.hosts import Network
 from tests.net.training import WIDTH, outcome, parts, plans
-from tests.reference import assert_same
 
 SIZE, MICRO_BATCH = 96, 32
 USUAL = 12

@@ -9,10 +9,10 @@ import pytest
 
 import onebox
 from onebox.errors import OneboxError, WorkerDied
+from tests.kit.waiting import until
 from tests.net.fleet import GRACE_S, Fleet
 from tests.net.hosts import Network, cut
 from tests.net.training import NARROW, batch, parts
-from tests.waiting import until
 
 AWAY_S = 2.0
 

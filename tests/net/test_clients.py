@@ -16,10 +16,10 @@ from onebox.errors import PoolError
 from onebox.pool.backends.agents.agent_connection import AgentConnection
 from onebox.wire import new_keys
 from onebox.wire.protocol.agents import Queued, Want
+from tests.kit.waiting import until
 from tests.net.fleet import GRACE_S, MACHINES, Fleet
 from tests.net.hosts import Network
 from tests.net.training import digest, plans, run
-from tests.waiting import until
 
 ROUNDS = 3
 """How often each of two clients leases the device that both want."""

@@ -26,10 +26,10 @@ from onebox.worker.comm.gloo_forwarder import GlooForwarder, loopback_address
 from onebox.worker.comm.link_meter import LinkMeters
 from onebox.worker.comm.tls_mesh import MOST_CONNECTIONS, DuplexLink, connect_mesh
 from onebox.worker.comm.torch_dist import CLOSE_S
+from tests.kit.reference import assert_same
 from tests.net.fleet import GRACE_S, MACHINES, Fleet
 from tests.net.hosts import Network
 from tests.net.training import alone, batch, outcome, parts, plans
-from tests.reference import assert_same
 from tests.unit.worker.comm.test_gloo_forwarder import acknowledged_bytes, endpoint, in_place
 from tests.unit.worker.comm.test_tls_mesh import WITHIN_S, Store
 

@@ -11,10 +11,10 @@ from onebox.engine.compile import compiler
 from onebox.engine.partition.hierarchical_reduction import find_reductions, known_links
 from onebox.engine.session import TrainingSession
 from onebox.engine.workload.batch import as_batch
+from tests.kit.reference import assert_same
 from tests.net.fleet import Fleet
 from tests.net.hosts import Network
 from tests.net.training import GRADIENT_BYTES, alone, batch, outcome, parts, plans
-from tests.reference import assert_same
 
 RATE_BPS = 100_000_000
 """Of the network, bits a second; memory carries hundreds of times as much."""

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 import onebox
-from tests.models import CASES, OPTIMIZERS
+from tests.kit.models import CASES, OPTIMIZERS
+from tests.kit.waiting import until
 from tests.net.fleet import MACHINES, Fleet
 from tests.net.hosts import Network
 from tests.process.test_island_membership import Changing, compare, training
-from tests.waiting import until
 
 MOST = 3000
 """Steps of a run."""

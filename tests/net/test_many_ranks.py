@@ -15,13 +15,13 @@ import pytest
 import onebox
 from onebox.plan import Plan
 from onebox.pool import Pool
-from tests import reference
-from tests.models import CASES, OPTIMIZERS
+from tests.kit import reference
+from tests.kit.models import CASES, OPTIMIZERS
+from tests.kit.reference import assert_same
 from tests.net.fleet import GRACE_S, MACHINES, Fleet
 from tests.net.hosts import Network
 from tests.net.training import outcome
 from tests.process.test_island_membership import SEED, SMALL, Changing, compare
-from tests.reference import assert_same
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 PORT = 7181

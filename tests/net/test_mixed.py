@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import onebox
 from onebox.plan import Plan
+from tests.kit.reference import assert_same
 from tests.net.fleet import Fleet
 from tests.net.hosts import Network, cut
 from tests.net.training import NARROW, alone, batch, outcome, parts
-from tests.reference import assert_same
 
 STEPS = 6
 AWAY_S = 4.5

@@ -6,10 +6,10 @@ import pytest
 
 import onebox
 from onebox.plan import Plan
+from tests.kit.reference import assert_same
 from tests.net.fleet import GRACE_S, PORT, Fleet
 from tests.net.hosts import Network
 from tests.net.training import NARROW, alone, batch, outcome, parts
-from tests.reference import assert_same
 
 STEPS = 4
 INNER = "192.168.77.2"

@@ -17,11 +17,11 @@ import pytest
 
 import onebox
 from onebox.pool.liveness import SILENCE_S
+from tests.kit.reference import Outcome, assert_same
+from tests.kit.waiting import until
 from tests.net.fleet import GRACE_S, Fleet
 from tests.net.hosts import Host, Network, crawl, cut
 from tests.net.training import NARROW, STEPS, alone, assert_bits, plans, run
-from tests.reference import Outcome, assert_same
-from tests.waiting import until
 
 NOTICED_S = 5.0
 """What fails is noticed within this time."""

@@ -17,11 +17,11 @@ from onebox.pool import raise_first
 from onebox.wire import TensorSpec, to_frame
 from onebox.wire.protocol.instructions import Ask, Receive
 from onebox.worker.system.tcp_connections import own_connections, shut_down
+from tests.kit.reference import assert_same
 from tests.net.fleet import GRACE_S, Fleet
 from tests.net.hosts import Host, Network
 from tests.net.test_eavesdropping import exchange, overheard
 from tests.net.training import NARROW, STEPS, alone, batch, outcome, parts, run
-from tests.reference import assert_same
 
 _PATTERN = 1.2345678e-7
 _COUNT = 300_000

@@ -10,12 +10,12 @@ import pytest
 
 import onebox
 from onebox.errors import PoolError
+from tests.kit.reference import assert_same
+from tests.kit.waiting import until
 from tests.net.cuts import sufferer
 from tests.net.fleet import MACHINES, Fleet
 from tests.net.hosts import Network
 from tests.net.training import NARROW, alone, plans
-from tests.reference import assert_same
-from tests.waiting import until
 
 TRIES = 3
 

@@ -8,10 +8,10 @@ from itertools import pairwise
 import pytest
 
 import onebox
+from tests.kit.reference import assert_same
 from tests.net.fleet import MACHINES, Fleet
 from tests.net.hosts import Network
 from tests.net.training import GRADIENT_BYTES, WIDTH, alone, batch, outcome, parts, plans
-from tests.reference import assert_same
 
 STEPS = 6
 BEFORE = 2

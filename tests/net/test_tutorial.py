@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.kit.waiting import until
 from tests.net.fleet import ROOT, START_S
 from tests.net.hosts import Host, Network, tool, unavailable
-from tests.waiting import until
 
 PAGE = (ROOT / "docs" / "tutorials" / "two-machines.md").read_text()
 COMMANDS = re.findall(r"^(lab1|desk)\$ onebox (.+)$", PAGE, re.MULTILINE)

@@ -8,10 +8,10 @@ import onebox
 from onebox.pool import raise_first
 from onebox.wire.protocol.instructions import Ask
 from onebox.worker.comm.shm.segment import supported
-from tests.leaks import mapped
+from tests.kit.leaks import mapped
+from tests.kit.reference import assert_same
 from tests.net.fleet import Fleet
 from tests.net.training import NARROW, alone, batch, outcome, parts, plans
-from tests.reference import assert_same
 
 STEPS = 2
 

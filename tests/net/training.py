@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
@@ -17,9 +17,10 @@ from onebox.engine.recovery.policy import RecoveryRecord
 from onebox.graph import TracedModel
 from onebox.graph.capture.export import capture
 from onebox.plan import Plan, Stage
-from tests import reference
-from tests.reference import Outcome
-from tests.trainer_arguments import grouped
+from tests.kit import reference
+from tests.kit.reference import Outcome
+from tests.kit.stages import outcome
+from tests.kit.trainer_arguments import grouped
 
 WIDTH = 256
 GRADIENT_BYTES = 8 * WIDTH * WIDTH
@@ -98,19 +99,7 @@ def alone(plan: Plan, steps: int, width: int = WIDTH) -> Outcome:
     """Return the result of one process."""
     model, loss, optimizer = parts(width)
 
-    def cut(size: int) -> list[int]:
-        return [part.size for part in plan.micro_batches(size)]
-
-    return reference.train(model, loss, optimizer, [batch(step) for step in range(steps)], cut)
-
-
-def outcome(trainer: onebox.Trainer, losses: Sequence[Any]) -> Outcome:
-    """Return how a run on a pool went."""
-    return Outcome(
-        losses=[float(loss) for loss in losses],
-        norms=[],
-        tensors={name.removeprefix("model."): tensor for name, tensor in trainer.tensors().items()},
-    )
+    return reference.train(model, loss, optimizer, [batch(step) for step in range(steps)], plan)
 
 
 # ---- runs that recover

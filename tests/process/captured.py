@@ -1,7 +1,7 @@
 """Captures of the models that all tests train, each made once: a capture takes longer than the steps of most tests.
 
 A capture depends on what a model is and not on the values of its parameters. Two trainers share one where their models
-were built by the same :class:`~tests.models.Case`, and nothing that a capture can see has changed since.
+were built by the same :class:`~tests.kit.models.Case`, and nothing that a capture can see has changed since.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from onebox.engine.workload.captures import Captures, CaptureSpec
 from onebox.graph import TracedModel
 from onebox.graph.capture.python_state import PythonStateGuard
 from onebox.graph.capture.python_variables import snapshot
-from tests.models import BUILT
+from tests.kit.models import BUILT
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 

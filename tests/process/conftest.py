@@ -9,23 +9,23 @@ import torch
 
 from onebox.engine.compile import offload
 from onebox.engine.workload.captures import Captures
+from tests.kit.pools import Pools
 from tests.process.captured import capture
-from tests.process.shelf import Shelf
 
 
 @pytest.fixture(scope="session")
-def shelf() -> Iterator[Shelf]:
+def open_pools() -> Iterator[Pools]:
     """The pools that are open; modules take them by :func:`pools`."""
-    made = Shelf()
+    made = Pools()
     yield made
     made.close()
 
 
 @pytest.fixture(scope="module")
-def pools(shelf: Shelf) -> Iterator[Shelf]:
+def pools(open_pools: Pools) -> Iterator[Pools]:
     """From a number of workers to a pool of so many CPU workers; for tests that leave it whole."""
-    yield shelf
-    shelf.look()
+    yield open_pools
+    open_pools.look()
 
 
 @pytest.fixture(scope="module", autouse=True)  # not longer: other folders are tested by the same process

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 
 from onebox.engine.workload.captures import Captures, CaptureSpec
-from tests.models import FATED
+from tests.kit.models import FATED
 
 
 @functools.cache

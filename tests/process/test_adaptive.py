@@ -25,8 +25,8 @@ from onebox.errors import UsageError
 from onebox.plan import Plan, Prediction, Stage
 from onebox.plan.model.problem import Problem
 from onebox.pool import Pool, open_pool
-from tests.process.shelf import Shelf
-from tests.trainer_arguments import grouped
+from tests.kit.pools import Pools
+from tests.kit.trainer_arguments import grouped
 
 LAYERS, WIDTH, BATCH, MICRO_BATCH = 6, 512, 64, 16
 COST_S = 0.00015
@@ -123,7 +123,7 @@ def test_layers_move_away_from_a_device_that_becomes_slow(sims: Pool, caplog: py
     assert any(made.line.startswith(line) for line in begun), "what became of it is added later"
 
 
-def test_the_curve_of_a_run_whose_layers_move_is_the_same_to_the_last_bit(pools: Shelf) -> None:
+def test_the_curve_of_a_run_whose_layers_move_is_the_same_to_the_last_bit(pools: Pools) -> None:
     pool, plan = pools(2), cut(1)
 
     def losses(problem: Problem | bool, steps: int) -> tuple[list[float], Plan | None]:
@@ -145,7 +145,7 @@ def test_the_curve_of_a_run_whose_layers_move_is_the_same_to_the_last_bit(pools:
 
 
 def test_a_model_in_use_is_captured_for_other_plans_by_the_thread_of_its_steps(
-    pools: Shelf, monkeypatch: pytest.MonkeyPatch
+    pools: Pools, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A capture puts tensors without values into the model; a plan that was predicted may get other micro-batches."""
     threads, plain = [], captures.capture
@@ -169,7 +169,7 @@ def test_a_model_in_use_is_captured_for_other_plans_by_the_thread_of_its_steps(
     assert set(threads) == {threading.get_ident()}
 
 
-def test_what_cannot_be_followed_is_refused(pools: Shelf) -> None:
+def test_what_cannot_be_followed_is_refused(pools: Pools) -> None:
     pool, built = pools(2), model()
     given = built, nn.functional.mse_loss, adamw(built)
     split = Plan(stages=(Stage(replicas=((0, 1),), shares=(1.0,)),), micro_batch=MICRO_BATCH)

@@ -25,9 +25,10 @@ from onebox.engine.workload.captures import Captures
 from onebox.errors import PlanError, UsageError
 from onebox.graph import TracedModel
 from onebox.plan import ASYNC, predict
-from tests.models import CASES
-from tests.process.shelf import Shelf
-from tests.reference import Outcome, assert_same, train
+from tests.kit.models import CASES
+from tests.kit.pools import Pools
+from tests.kit.reference import assert_same, train
+from tests.kit.stages import outcome
 
 STEPS = 3
 
@@ -36,14 +37,9 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
 
-def outcome(trainer: onebox.Trainer, losses: list[onebox.StepLoss]) -> Outcome:
-    tensors = {name.removeprefix("model."): tensor for name, tensor in trainer.tensors().items()}
-    return Outcome(losses=[float(loss) for loss in losses], norms=[], tensors=tensors)
-
-
 @pytest.mark.parametrize("engine", [onebox.Engine(), onebox.Engine(overlap=True)], ids=["plain", "overlap"])
 def test_the_result_is_that_of_one_process(
-    engine: onebox.Engine, pools: Shelf, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    engine: onebox.Engine, pools: Pools, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     case, sizes = CASES["mlp"], [8, 8, 6, 8]
     model, expected = case.model(), case.model()
@@ -70,7 +66,7 @@ def test_the_result_is_that_of_one_process(
             assert trainer.plan.micro_batch == plan.micro_batch
 
 
-def test_an_adaptive_run_follows_the_problem_of_its_plan(pools: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_adaptive_run_follows_the_problem_of_its_plan(pools: Pools, monkeypatch: pytest.MonkeyPatch) -> None:
     """Segments measured one by one are better than times of stages that are divided among them."""
     made, followed, found = resolve_plan.make_plan, session_module.problem_maker, []
 
@@ -94,7 +90,7 @@ def test_an_adaptive_run_follows_the_problem_of_its_plan(pools: Shelf, monkeypat
 
 
 @pytest.mark.parametrize("name", ["mlp", "dropping"])
-def test_the_run_begins_with_the_captures_of_planning(name: str, pools: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_run_begins_with_the_captures_of_planning(name: str, pools: Pools, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[tuple[int, bool, bool]] = []
     original = Captures._capture
 
@@ -113,7 +109,7 @@ def test_the_run_begins_with_the_captures_of_planning(name: str, pools: Shelf, m
     assert {(size, True, False) for size in sizes} <= set(made)
 
 
-def test_stale_gradients_get_a_plan_that_they_can_use(pools: Shelf) -> None:
+def test_stale_gradients_get_a_plan_that_they_can_use(pools: Pools) -> None:
     case = CASES["mlp"]
     model = case.model()
     stale = onebox.StaleGradients(correction="none", warm_up=0)
@@ -126,7 +122,7 @@ def test_stale_gradients_get_a_plan_that_they_can_use(pools: Shelf) -> None:
         assert trainer.delays
 
 
-def test_the_model_is_measured_behind_code_that_runs_on_the_device(pools: Shelf) -> None:
+def test_the_model_is_measured_behind_code_that_runs_on_the_device(pools: Pools) -> None:
     model = nn.Linear(4, 3)
 
     def scaled(inputs: Tensor) -> Any:
@@ -140,7 +136,7 @@ def test_the_model_is_measured_behind_code_that_runs_on_the_device(pools: Shelf)
     assert loss == pytest.approx(nn.functional.mse_loss(model(torch.full((8, 4), 0.2)), torch.zeros(8, 3)).item())
 
 
-def test_a_plan_that_is_not_there_is_answered_with_what_is_allowed(pools: Shelf) -> None:
+def test_a_plan_that_is_not_there_is_answered_with_what_is_allowed(pools: Pools) -> None:
     model = nn.Linear(2, 2)
     with pytest.raises(UsageError, match=r"plan='atuo': there is no such file; did you mean plan='auto'\? allowed"):
         onebox.Trainer(
@@ -149,7 +145,7 @@ def test_a_plan_that_is_not_there_is_answered_with_what_is_allowed(pools: Shelf)
 
 
 def test_by_default_it_plans_over_several_hosts_also_after_an_evaluation(
-    pools: Shelf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    pools: Pools, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     for module in (trainer_module, resolve_plan):
         monkeypatch.setattr(module, "default_plan", lambda pool: "auto")
@@ -222,7 +218,7 @@ def test_a_plan_that_failed_after_an_evaluation_is_made_by_the_next_step(
 
 
 def test_what_cannot_be_planned_is_data_parallel_by_default(
-    pools: Shelf, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    pools: Pools, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refuse(*_: Any, **__: Any) -> None:
         raise PlanError("no plan fits")

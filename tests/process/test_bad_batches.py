@@ -22,10 +22,11 @@ from onebox.graph import TracedModel
 from onebox.graph.capture.export import capture
 from onebox.plan import ASYNC, Plan, Stage
 from onebox.pool import Fault, open_pool
-from tests.late import train_late
-from tests.process.shelf import Shelf
-from tests.reference import Outcome, assert_same, train
-from tests.trainer_arguments import grouped
+from tests.kit.late import train_late
+from tests.kit.pools import Pools
+from tests.kit.reference import Outcome, assert_same, train
+from tests.kit.stages import outcome, tensors_of
+from tests.kit.trainer_arguments import grouped
 
 WORDS, CLASSES, BAD = 7, 3, 2
 """Words, classes, and the step with the bad batch."""
@@ -122,8 +123,7 @@ def run(trainer: onebox.Trainer, kind: str, *, refused: bool = False) -> tuple[O
             caught.append(raised.value)
         losses.append(trainer.step(*batch))
         float(losses[-1])
-    tensors = {name.removeprefix("model."): tensor for name, tensor in trainer.tensors().items()}
-    return Outcome(losses=[float(loss) for loss in losses], norms=[], tensors=tensors), caught[0]
+    return outcome(trainer, losses), caught[0]
 
 
 def trained(pool: onebox.Pool, which: str, kind: str, *, refused: bool = False, **more: Any) -> OperatorError:
@@ -151,7 +151,7 @@ def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("kind", ["label", "word"])
-def test_a_small_bad_batch_is_refused_at_its_line(kind: str, pools: Shelf) -> None:
+def test_a_small_bad_batch_is_refused_at_its_line(kind: str, pools: Pools) -> None:
     error = trained(pools(3), "stages", kind, refused=True)
     assert error.cause == "IndexError"
     assert "nothing has been sent" in str(error)
@@ -160,7 +160,7 @@ def test_a_small_bad_batch_is_refused_at_its_line(kind: str, pools: Shelf) -> No
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("which", ["one device", "replicas", "stages", "both", "shared out", "on the host", "split"])
 @pytest.mark.parametrize("kind", ["label", "word"])
-def test_a_bad_batch_costs_one_step(kind: str, which: str, pools: Shelf) -> None:
+def test_a_bad_batch_costs_one_step(kind: str, which: str, pools: Pools) -> None:
     error = trained(pools(3), which, kind)
     assert error.cause == "IndexError"
     assert "embedding" in str(error) if kind == "word" else "a target of the batch is 5" in str(error)
@@ -170,14 +170,14 @@ def test_a_bad_batch_costs_one_step(kind: str, which: str, pools: Shelf) -> None
 @pytest.mark.parametrize(
     "more", [{"recover": True, "snapshot_every": 1}, {"overlap": True}, {"clip_grad_norm": 0.5}], ids=str
 )
-def test_so_with_recovery_and_overlap(more: dict[str, Any], pools: Shelf) -> None:
+def test_so_with_recovery_and_overlap(more: dict[str, Any], pools: Pools) -> None:
     trained(pools(3), "shared out", "label", **more)
 
 
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(("which", "delay"), [("late", "none"), ("late", "both"), ("shared out", "predict")])
 @pytest.mark.parametrize("kind", ["label", "word"])
-def test_so_with_late_gradients(kind: str, which: str, delay: str, pools: Shelf) -> None:
+def test_so_with_late_gradients(kind: str, which: str, delay: str, pools: Pools) -> None:
     """The step after the bad one reads the weights that it would have read after it."""
     plan, model, given = layout(which), net(), batches()
     optimizer = adamw(model)
@@ -231,7 +231,7 @@ def test_a_step_without_memory_can_be_repeated(which: str, fault: Fault) -> None
                 assert error.kept
                 failures += 1
                 losses.append(float(trainer.step(*batch)))
-        tensors = {name.removeprefix("model."): tensor for name, tensor in trainer.tensors().items()}
+        tensors = tensors_of(trainer)
     assert failures == 1
     assert_same(Outcome(losses=losses, norms=[], tensors=tensors), expected(batches()))
 
@@ -271,7 +271,7 @@ def test_a_recovery_leaves_out_what_was_left_out_before(which: str) -> None:
 
 
 @pytest.mark.parametrize("stages", [1, 2])
-def test_a_nan_under_anomaly_detection_costs_one_step_and_is_trained_on_without(stages: int, pools: Shelf) -> None:
+def test_a_nan_under_anomaly_detection_costs_one_step_and_is_trained_on_without(stages: int, pools: Pools) -> None:
     x_B, y_B = torch.linspace(-1, 1, 8, dtype=torch.float64)[:, None], torch.zeros(8, 1, dtype=torch.float64)
     bad_B = x_B.clone()
     bad_B[-1] = torch.nan
@@ -360,12 +360,12 @@ def test_an_update_that_fails_is_repeated_from_a_snapshot_once(recover: bool, fa
                 trainer.pull()
             return
         assert "an operator failed" in str(trainer.recoveries[0])
-        tensors = {name.removeprefix("model."): tensor for name, tensor in trainer.tensors().items()}
+        tensors = tensors_of(trainer)
     assert_same(Outcome(losses=losses, norms=[], tensors=tensors), expected(batches()))
 
 
 @pytest.mark.usefixtures("unchecked")
-def test_a_run_that_is_resumed_after_a_bad_batch_draws_the_same(pools: Shelf, tmp_path: Path) -> None:
+def test_a_run_that_is_resumed_after_a_bad_batch_draws_the_same(pools: Pools, tmp_path: Path) -> None:
     given = [spoiled(batch, "label") if step == BAD else batch for step, batch in enumerate(batches())]
 
     def made() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -433,7 +433,7 @@ class Mixed(nn.Module):
 
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("cut", [None, 2])
-def test_the_error_names_the_layer_and_the_line_of_an_operator(cut: int | None, pools: Shelf) -> None:
+def test_the_error_names_the_layer_and_the_line_of_an_operator(cut: int | None, pools: Pools) -> None:
     """The layers are equal, and so are their operators."""
     model = Mixed()
     good = {"x_BD": torch.zeros(8, 6), "index_BN": torch.zeros(8, 3, dtype=torch.long)}
@@ -461,7 +461,7 @@ def test_the_error_names_the_layer_and_the_line_of_an_operator(cut: int | None, 
 
 
 @pytest.mark.usefixtures("unchecked")
-def test_an_unread_failure_is_raised_by_the_next_call_that_waits(pools: Shelf) -> None:
+def test_an_unread_failure_is_raised_by_the_next_call_that_waits(pools: Pools) -> None:
     model = net()
     optimizer = adamw(model)
     with onebox.Trainer(model, functional.cross_entropy, optimizer, pool=pools(2)) as trainer:

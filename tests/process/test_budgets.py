@@ -21,7 +21,7 @@ from onebox.pool import raise_first
 from onebox.sizes import enough_text, size_text
 from onebox.wire.protocol.instructions import Ask
 from onebox.wire.protocol.responses import WorkerMemory
-from tests.process.shelf import Shelf
+from tests.kit.pools import Pools
 
 LARGE_BYTES, SMALL_BYTES = 4 << 20, 192 << 10
 ADVICE = (
@@ -184,7 +184,7 @@ def test_a_plan_may_carry_budgets_of_its_own(pool: onebox.Pool, parts: Any) -> N
                     trainer.step(*batch)
 
 
-def test_a_plan_is_made_for_budgets_and_carries_them(pools: Shelf, parts: Any) -> None:
+def test_a_plan_is_made_for_budgets_and_carries_them(pools: Pools, parts: Any) -> None:
     model, loss, optimizer, batch = parts
 
     def planned(memory: Any) -> Plan:

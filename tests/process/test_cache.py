@@ -15,10 +15,10 @@ import onebox
 from onebox.errors import UsageError
 from onebox.plan import Plan
 from onebox.pool import Pool
-from tests.models import CASES, CLASSES, sgd
-from tests.process.shelf import Shelf
-from tests.process.stages import staged
-from tests.trainer_arguments import grouped
+from tests.kit.models import CASES, CLASSES, sgd
+from tests.kit.pools import Pools
+from tests.kit.stages import staged
+from tests.kit.trainer_arguments import grouped
 
 MICRO_BATCH = 3
 SAMPLES, BATCH, EPOCHS = 26, 8, 4
@@ -75,7 +75,7 @@ PLANS: dict[str, Plan] = {
 @pytest.mark.parametrize(
     ("name", "ahead"), [("one", False), ("three replicas", False), ("three replicas", True), ("three stages", True)]
 )
-def test_the_bits_are_the_same_and_only_places_travel(name: str, ahead: bool, pools: Shelf) -> None:
+def test_the_bits_are_the_same_and_only_places_travel(name: str, ahead: bool, pools: Pools) -> None:
     plan, pool = PLANS[name], pools(3)
     losses, tensors, plain, counters = run(pool, plan=plan)
     assert (counters.hits, counters.misses) == (0, 0)
@@ -93,7 +93,7 @@ def test_the_bits_are_the_same_and_only_places_travel(name: str, ahead: bool, po
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-def test_a_sample_goes_once_to_each_island(ahead: bool, pools: Shelf) -> None:
+def test_a_sample_goes_once_to_each_island(ahead: bool, pools: Pools) -> None:
     """Whatever the order of an epoch: an island keeps what it has seen."""
     islands: dict[str, Any] = {"islands": [[0], [1]], "outer": onebox.Outer(every=3, shares=[2, 1])}
     losses, tensors, plain, _ = run(pools(2), **islands)
@@ -106,7 +106,7 @@ def test_a_sample_goes_once_to_each_island(ahead: bool, pools: Shelf) -> None:
 
 
 @pytest.mark.parametrize("rows", [5, 17])
-def test_what_finds_no_room_travels_as_before(rows: int, pools: Shelf) -> None:
+def test_what_finds_no_room_travels_as_before(rows: int, pools: Pools) -> None:
     losses, tensors, _, _ = run(pools(2))
     found, cached, _, counters = run(pools(2), cache=rows * A_ROW)
     assert found == losses
@@ -114,7 +114,7 @@ def test_what_finds_no_room_travels_as_before(rows: int, pools: Shelf) -> None:
     assert 0 < counters.hits < SAMPLES * (EPOCHS - 1)
 
 
-def test_a_batch_may_have_a_sample_twice_and_others_that_nobody_names(pools: Shelf) -> None:
+def test_a_batch_may_have_a_sample_twice_and_others_that_nobody_names(pools: Pools) -> None:
     own = torch.tensor([3, 3, 4, 5, 5, 5, 6, 7])
     given = [
         [(DATA[0][own], DATA[1][own], own), (DATA[0][:4], DATA[1][:4], None), (DATA[0][:8], DATA[1][:8], range(8))]
@@ -168,7 +168,7 @@ def test_an_evaluation_that_needs_the_room_gets_it() -> None:
     assert peaks[1] <= peaks[0] + 200
 
 
-def test_after_a_loss_it_is_filled_anew(pools: Shelf) -> None:
+def test_after_a_loss_it_is_filled_anew(pools: Pools) -> None:
     expected, tensors, _, _ = run(pools(2))
     case = CASES["mlp"]
     model = case.model()
@@ -195,14 +195,14 @@ def test_after_a_loss_it_is_filled_anew(pools: Shelf) -> None:
         assert trainer.upload_counters().hits
 
 
-def test_nothing_is_left_when_the_trainer_is_closed(pools: Shelf) -> None:
+def test_nothing_is_left_when_the_trainer_is_closed(pools: Pools) -> None:
     pool = pools(2)
     run(pool, cache="1MiB", ahead=True)
     pools.look()
     assert pools(2) is pool
 
 
-def test_what_are_no_samples_or_sizes_is_refused(pools: Shelf) -> None:
+def test_what_are_no_samples_or_sizes_is_refused(pools: Pools) -> None:
     case = CASES["mlp"]
     model = case.model()
     for cache in ("much", -1, 1.5):

@@ -11,7 +11,7 @@ from torch import nn
 
 from onebox.engine.workload.batch import as_batch
 from onebox.engine.workload.captures import Captures, CaptureSpec
-from tests.models import CASES
+from tests.kit.models import CASES
 from tests.process.captured import capture, what_it_sees
 
 

@@ -13,20 +13,15 @@ from torch.optim import lr_scheduler
 
 import onebox
 from onebox.worker import OPTIMIZERS as NATIVE
-from tests.models import CASES, OPTIMIZERS, Case, adam_in_groups, adamw, sgd
-from tests.process.shelf import Shelf
-from tests.process.stages import staged
-from tests.reference import Outcome, assert_same, train
-from tests.trainer_arguments import grouped
+from tests.kit.models import CASES, OPTIMIZERS, Case, adam_in_groups, adamw, sgd
+from tests.kit.pools import Pools
+from tests.kit.reference import Outcome, assert_same, train
+from tests.kit.stages import staged, tensors_of
+from tests.kit.trainer_arguments import grouped
 
 MICRO_BATCH = 3
 SIZES = [8, 8, 5, 8, 8, 5]
 HALF = 3
-
-
-def cut(size: int) -> list[int]:
-    whole, rest = divmod(size, MICRO_BATCH)
-    return [MICRO_BATCH] * whole + [rest] * (rest > 0)
 
 
 def steps(trainer: onebox.Trainer, batches: list[Any]) -> Outcome:
@@ -70,14 +65,14 @@ def interrupted(
     ("name", "optimizer"),
     [("cnn", "adamw"), ("cnn", "sgd"), ("tied", "adam-in-groups"), ("dropping", "sgd"), ("dropping", "adamw")],
 )
-def test_a_resumed_run_ends_with_the_same_bits(name: str, optimizer: str, pools: Shelf, tmp_path: Path) -> None:
+def test_a_resumed_run_ends_with_the_same_bits(name: str, optimizer: str, pools: Pools, tmp_path: Path) -> None:
     options = {"micro_batch": MICRO_BATCH, "shares": [2, 1], "seed": 3}
     straight, resumed = interrupted(CASES[name], OPTIMIZERS[optimizer], (pools(2), pools(2)), tmp_path, **options)
     assert_same(resumed, straight, tolerance=0)
 
 
 @pytest.mark.parametrize("optimizer", NATIVE)
-def test_the_state_of_every_optimizer_is_kept(optimizer: str, pools: Shelf, tmp_path: Path) -> None:
+def test_the_state_of_every_optimizer_is_kept(optimizer: str, pools: Pools, tmp_path: Path) -> None:
     def make(model: nn.Module) -> torch.optim.Optimizer:
         return getattr(torch.optim, optimizer)([p for p in model.parameters() if p.dim() == 2])
 
@@ -86,7 +81,7 @@ def test_the_state_of_every_optimizer_is_kept(optimizer: str, pools: Shelf, tmp_
 
 
 @pytest.mark.parametrize("options", [{"sync": "client"}, {"clip_grad_norm": 0.5}, {"micro_batch": None}])
-def test_the_settings_of_the_trainer_are_kept(options: dict[str, Any], pools: Shelf, tmp_path: Path) -> None:
+def test_the_settings_of_the_trainer_are_kept(options: dict[str, Any], pools: Pools, tmp_path: Path) -> None:
     straight, resumed = interrupted(CASES["cnn"], adamw, (pools(2), pools(2)), tmp_path, **options)
     assert_same(resumed, straight, tolerance=0)
 
@@ -95,7 +90,7 @@ def test_the_settings_of_the_trainer_are_kept(options: dict[str, Any], pools: Sh
     ("name", "before", "after"), [("cnn", 1, 3), ("cnn", 3, 2), ("dropping", 2, 1), ("dropping", 1, 2)]
 )
 def test_another_number_of_workers_goes_on_with_the_same_run(
-    name: str, before: int, after: int, pools: Shelf, tmp_path: Path
+    name: str, before: int, after: int, pools: Pools, tmp_path: Path
 ) -> None:
     options = {"micro_batch": MICRO_BATCH, "seed": 3}
     both = pools(before), pools(after)
@@ -103,11 +98,11 @@ def test_another_number_of_workers_goes_on_with_the_same_run(
     assert_same(resumed, straight)
 
 
-def test_a_checkpoint_of_a_fresh_or_just_resumed_trainer_is_whole(pools: Shelf, tmp_path: Path) -> None:
+def test_a_checkpoint_of_a_fresh_or_just_resumed_trainer_is_whole(pools: Pools, tmp_path: Path) -> None:
     case = CASES["mlp"]
     batches = case.batches(SIZES)
     model = case.model()
-    expected = train(model, case.loss, adamw(model), batches, cut)
+    expected = train(model, case.loss, adamw(model), batches, MICRO_BATCH)
     model = case.model()
     with onebox.Trainer(
         model, case.loss, adamw(model), pool=pools(2), plan=onebox.DataParallel(micro_batch=MICRO_BATCH)
@@ -124,7 +119,7 @@ def test_a_checkpoint_of_a_fresh_or_just_resumed_trainer_is_whole(pools: Shelf, 
     assert_same(found, expected)
 
 
-def test_a_save_before_the_first_step_keeps_what_is_to_be_done(pools: Shelf, tmp_path: Path) -> None:
+def test_a_save_before_the_first_step_keeps_what_is_to_be_done(pools: Pools, tmp_path: Path) -> None:
     """Of a trainer that has just begun, and of one that has just been resumed, as before a job is preempted."""
     case = CASES["mlp"]
     plan = staged("mlp", (1, 0), micro_batch=MICRO_BATCH)
@@ -155,7 +150,7 @@ def test_a_save_before_the_first_step_keeps_what_is_to_be_done(pools: Shelf, tmp
         assert not trainer.engine.overlap
 
 
-def test_learning_rates_and_what_the_user_adds_come_back(pools: Shelf, tmp_path: Path) -> None:
+def test_learning_rates_and_what_the_user_adds_come_back(pools: Pools, tmp_path: Path) -> None:
     case = CASES["mlp"]
     batches = case.batches(SIZES)
 
@@ -165,7 +160,7 @@ def test_learning_rates_and_what_the_user_adds_come_back(pools: Shelf, tmp_path:
         return model, optimizer, lr_scheduler.ExponentialLR(optimizer, 0.5)
 
     model, optimizer, schedule = begin()
-    expected = train(model, case.loss, optimizer, batches, cut, after_step=schedule.step)
+    expected = train(model, case.loss, optimizer, batches, MICRO_BATCH, after_step=schedule.step)
     model, optimizer, schedule = begin()
     with onebox.Trainer(
         model, case.loss, optimizer, pool=pools(2), plan=onebox.DataParallel(micro_batch=MICRO_BATCH)
@@ -183,7 +178,7 @@ def test_learning_rates_and_what_the_user_adds_come_back(pools: Shelf, tmp_path:
         for batch in batches[HALF:]:
             trainer.step(*batch)
             schedule.step()
-        tensors = {name.removeprefix("model."): tensor for name, tensor in trainer.tensors().items()}
+        tensors = tensors_of(trainer)
     assert_same(Outcome(losses=expected.losses, norms=[], tensors=tensors), expected)
 
 
@@ -198,7 +193,7 @@ class Tempered(nn.Module):
         return nn.functional.cross_entropy(outputs * self.temperature, targets)
 
 
-def test_parameters_of_the_loss_are_kept(pools: Shelf, tmp_path: Path) -> None:
+def test_parameters_of_the_loss_are_kept(pools: Pools, tmp_path: Path) -> None:
     case = CASES["mlp"]
     batches = case.batches(SIZES)
     model, loss = case.model(), Tempered()
@@ -212,7 +207,7 @@ def test_parameters_of_the_loss_are_kept(pools: Shelf, tmp_path: Path) -> None:
         assert_same(steps(trainer, batches[HALF:]), straight, tolerance=0)
 
 
-def test_what_schedulers_keep_in_groups_comes_back(pools: Shelf, tmp_path: Path) -> None:
+def test_what_schedulers_keep_in_groups_comes_back(pools: Pools, tmp_path: Path) -> None:
     def made() -> tuple[nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(0)
         model = nn.Linear(4, 2)

@@ -18,8 +18,8 @@ from torch import nn
 import onebox
 from onebox.engine.state import partial_saves
 from onebox.errors import CheckpointError, UsageError
-from tests.models import CASES, adamw, sgd
-from tests.process.shelf import Shelf
+from tests.kit.models import CASES, adamw, sgd
+from tests.kit.pools import Pools
 
 Make = Callable[[nn.Module], torch.optim.Optimizer]
 
@@ -28,13 +28,13 @@ Make = Callable[[nn.Module], torch.optim.Optimizer]
 
 
 @pytest.fixture
-def saved(pools: Shelf, tmp_path: Path) -> Path:
+def saved(pools: Pools, tmp_path: Path) -> Path:
     """A checkpoint folder with one save, of the MLP with AdamW at step 2."""
     save(pools, tmp_path)
     return tmp_path
 
 
-def save(pools: Shelf, folder: Path, times: int = 1, **options: Any) -> list[Path]:
+def save(pools: Pools, folder: Path, times: int = 1, **options: Any) -> list[Path]:
     case = CASES["mlp"]
     model = case.model()
     with onebox.Trainer(model, case.loss, adamw(model), pool=pools(1)) as trainer:
@@ -46,7 +46,7 @@ def save(pools: Shelf, folder: Path, times: int = 1, **options: Any) -> list[Pat
     return made
 
 
-def resume(pools: Shelf, path: Path, *, case: str = "mlp", optimizer: Make = adamw) -> int:
+def resume(pools: Pools, path: Path, *, case: str = "mlp", optimizer: Make = adamw) -> int:
     """Resume and return the steps done; the model must be whole, or untouched when this fails."""
     model = CASES[case].model()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -62,7 +62,7 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_the_newest_two_are_kept_unless_told_otherwise(pools: Shelf, tmp_path: Path) -> None:
+def test_the_newest_two_are_kept_unless_told_otherwise(pools: Pools, tmp_path: Path) -> None:
     made = save(pools, tmp_path, times=3)
     assert made[-1].name == "step-00000006"
     assert names(tmp_path) == ["step-00000004", "step-00000006"]
@@ -72,13 +72,13 @@ def test_the_newest_two_are_kept_unless_told_otherwise(pools: Shelf, tmp_path: P
     assert names(tmp_path / "one") == ["step-00000006"]
 
 
-def test_the_newest_save_counts_and_each_can_be_named(pools: Shelf, tmp_path: Path) -> None:
+def test_the_newest_save_counts_and_each_can_be_named(pools: Pools, tmp_path: Path) -> None:
     made = save(pools, tmp_path, times=2)
     assert resume(pools, tmp_path) == 4
     assert resume(pools, made[0]) == 2
 
 
-def test_a_run_that_goes_back_resumes_on_its_new_branch(pools: Shelf, tmp_path: Path) -> None:
+def test_a_run_that_goes_back_resumes_on_its_new_branch(pools: Pools, tmp_path: Path) -> None:
     made = save(pools, tmp_path, times=3)  # after steps 2, 4 and 6, of which two are kept
     case = CASES["mlp"]
     model = case.model()
@@ -92,14 +92,14 @@ def test_a_run_that_goes_back_resumes_on_its_new_branch(pools: Shelf, tmp_path: 
     assert resume(pools, tmp_path) == 6
 
 
-def test_a_step_that_is_saved_twice_has_two_folders(pools: Shelf, saved: Path) -> None:
+def test_a_step_that_is_saved_twice_has_two_folders(pools: Pools, saved: Path) -> None:
     save(pools, saved)
     assert names(saved) == ["step-00000002", "step-00000002.1"]
     (saved / "step-00000002" / "manifest.json").write_text("damaged")
     assert resume(pools, saved) == 2
 
 
-def test_what_a_killed_process_left_is_ignored_and_removed(pools: Shelf, saved: Path) -> None:
+def test_what_a_killed_process_left_is_ignored_and_removed(pools: Pools, saved: Path) -> None:
     left = saved / f".writing-here.{partial_saves._kernel()}.999999999.1.0a1b2c3d"
     shutil.copytree(saved / "step-00000002", left)
     other = saved / ".writing-there.0123456789abcdef.999999999.1.0a1b2c3d"  # of a process of another host
@@ -166,18 +166,18 @@ def test_a_save_that_is_killed_at_any_moment_leaves_the_one_before(tmp_path: Pat
 
 
 @pytest.mark.parametrize("keep", [0, -1])
-def test_something_must_be_kept(keep: int, pools: Shelf, tmp_path: Path) -> None:
+def test_something_must_be_kept(keep: int, pools: Pools, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=f"keep={keep}"):
         save(pools, tmp_path, keep=keep)
 
 
-def test_what_the_user_adds_must_be_json(pools: Shelf, saved: Path) -> None:
+def test_what_the_user_adds_must_be_json(pools: Pools, saved: Path) -> None:
     with pytest.raises(UsageError, match="cannot be written as JSON"):
         save(pools, saved, extra={"model": nn.Linear(1, 1)})
     assert names(saved) == ["step-00000002"]
 
 
-def test_a_folder_that_cannot_be_written_to_is_named(pools: Shelf, tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_to_is_named(pools: Pools, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match=f"could not be written to {tmp_path}/file"):
         save(pools, tmp_path / "file")
@@ -233,7 +233,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
-def test_a_damaged_checkpoint_is_refused_and_says_what_is_wrong(kind: str, saved: Path, pools: Shelf) -> None:
+def test_a_damaged_checkpoint_is_refused_and_says_what_is_wrong(kind: str, saved: Path, pools: Pools) -> None:
     damage, message = DAMAGE[kind]
     damage(saved / "step-00000002")
     with pytest.raises(CheckpointError, match=message) as caught:
@@ -241,7 +241,7 @@ def test_a_damaged_checkpoint_is_refused_and_says_what_is_wrong(kind: str, saved
     assert str(caught.value.path).startswith(str(saved))
 
 
-def test_no_checkpoint_is_no_checkpoint(tmp_path: Path, pools: Shelf) -> None:
+def test_no_checkpoint_is_no_checkpoint(tmp_path: Path, pools: Pools) -> None:
     for path in (tmp_path, tmp_path / "absent"):
         with pytest.raises(CheckpointError, match="holds no checkpoint"):
             resume(pools, path)
@@ -261,13 +261,13 @@ def fewer_groups(model: nn.Module) -> torch.optim.Optimizer:
     ],
 )
 def test_a_checkpoint_of_something_else_is_refused(
-    case: str, optimizer: Make, message: str, saved: Path, pools: Shelf
+    case: str, optimizer: Make, message: str, saved: Path, pools: Pools
 ) -> None:
     with pytest.raises(CheckpointError, match=message):
         resume(pools, saved, case=case, optimizer=optimizer)
 
 
-def test_a_model_of_other_types_is_refused(saved: Path, pools: Shelf) -> None:
+def test_a_model_of_other_types_is_refused(saved: Path, pools: Pools) -> None:
     model = CASES["mlp"].model(torch.float32)
     with pytest.raises(CheckpointError, match=r"float64.* there and .*float32.* in the model"):
         onebox.Trainer.resume(saved, model, CASES["mlp"].loss, adamw(model), pool=pools(1))

@@ -20,12 +20,12 @@ from onebox.graph import NamedProgram, TracedModel
 from onebox.graph.capture.export import capture
 from onebox.plan import ASYNC, Plan, Prediction, Stage
 from onebox.pool import Link
-from tests.models import CASES, OPTIMIZERS
+from tests.kit.models import CASES, OPTIMIZERS
+from tests.kit.pools import Pools
+from tests.kit.reference import assert_same
+from tests.kit.stages import expected, reference, run, staged
+from tests.kit.trainer_arguments import grouped
 from tests.process import test_staleness as stale
-from tests.process.shelf import Shelf
-from tests.process.stages import expected, reference, run, staged
-from tests.reference import assert_same
-from tests.trainer_arguments import grouped
 
 SIZES = [8, 5]
 """Of micro-batches of 3: the last ones have 2, and so chunks of 1."""
@@ -67,7 +67,7 @@ def planned(name: str, devices: Any, **more: Any) -> Plan:
     ],
 )
 def test_exact_steps_give_the_result_of_one_process(
-    pools: Shelf, chunked: list[value_chunks.ValueChunking], name: str, devices: Any, more: dict[str, Any]
+    pools: Pools, chunked: list[value_chunks.ValueChunking], name: str, devices: Any, more: dict[str, Any]
 ) -> None:
     plan = planned(name, devices, **more)
     assert_same(run(pools(3), name, plan, SIZES, overlap=True), reference(name, plan, SIZES))
@@ -75,7 +75,7 @@ def test_exact_steps_give_the_result_of_one_process(
 
 
 def test_late_steps_give_the_result_of_gradients_that_are_late(
-    pools: Shelf, chunked: list[value_chunks.ValueChunking]
+    pools: Pools, chunked: list[value_chunks.ValueChunking]
 ) -> None:
     plan = planned("mlp", (0, 1, 2), schedule=ASYNC)
     found, delays = stale.run(pools(3), "mlp", plan, "adamw", [8, 8, 5, 8])
@@ -83,7 +83,7 @@ def test_late_steps_give_the_result_of_gradients_that_are_late(
     assert delays == {0: 1, 1: 3}
 
 
-def test_without_overlap_all_is_sent_whole(pools: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_overlap_all_is_sent_whole(pools: Pools, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(value_chunks, "best_parts", None)
     plan = planned("mlp", (0, 1))
     assert_same(run(pools(3), "mlp", plan, SIZES), reference("mlp", plan, SIZES))

@@ -17,9 +17,9 @@ from onebox.errors import UsageError
 from onebox.graph import TracedModel
 from onebox.graph.capture.export import capture
 from onebox.plan import Plan, Stage
-from tests.process.shelf import Shelf
-from tests.reference import Outcome, assert_same, state_of, train
-from tests.trainer_arguments import grouped
+from tests.kit.pools import Pools
+from tests.kit.reference import Outcome, assert_same, state_of, train
+from tests.kit.trainer_arguments import grouped
 
 STEPS = 5
 BATCH = 8
@@ -167,7 +167,7 @@ def reference(
 @pytest.mark.parametrize(("kind", "optimizer"), [(Waves, adam), (Waves, momentum), (Spectrum, adam)])
 @pytest.mark.parametrize("name", PLANS)
 def test_the_result_is_that_of_one_process(
-    name: str, kind: type[nn.Module], optimizer: Callable[[nn.Module], torch.optim.Optimizer], pools: Shelf
+    name: str, kind: type[nn.Module], optimizer: Callable[[nn.Module], torch.optim.Optimizer], pools: Pools
 ) -> None:
     make, options = PLANS[name]
     plan = make(kind)
@@ -175,12 +175,12 @@ def test_the_result_is_that_of_one_process(
     assert_same(found, reference(kind, optimizer, plan, options.get("clip_grad_norm")))
 
 
-def test_a_spectrum_that_nobody_trains(pools: Shelf) -> None:
+def test_a_spectrum_that_nobody_trains(pools: Pools) -> None:
     plan = pipeline(FrontEnd)
     assert_same(run(pools(2), FrontEnd, momentum, plan=plan), reference(FrontEnd, momentum, plan, None))
 
 
-def test_complex_values_go_between_stages(pools: Shelf) -> None:
+def test_complex_values_go_between_stages(pools: Pools) -> None:
     """Wherever the model is cut."""
     names = pipeline(Waves).stages
     count = sum(len(stage.segments) for stage in names)
@@ -189,7 +189,7 @@ def test_complex_values_go_between_stages(pools: Shelf) -> None:
         assert_same(run(pools(2), Waves, adam, plan=plan), reference(Waves, adam, plan, None))
 
 
-def test_checkpoints_hold_complex_numbers(pools: Shelf, tmp_path: Path) -> None:
+def test_checkpoints_hold_complex_numbers(pools: Pools, tmp_path: Path) -> None:
     model = built(Waves)
     half = STEPS // 2
     with onebox.Trainer(
@@ -210,7 +210,7 @@ def test_checkpoints_hold_complex_numbers(pools: Shelf, tmp_path: Path) -> None:
             torch.testing.assert_close(tensor, expected[name], rtol=0, atol=1e-12)
 
 
-def test_a_type_that_cannot_be_trained_with_is_named(pools: Shelf) -> None:
+def test_a_type_that_cannot_be_trained_with_is_named(pools: Pools) -> None:
     model = nn.Linear(4, 4)
     x_BD = torch.zeros(4, 4, dtype=torch.uint16)
     with (

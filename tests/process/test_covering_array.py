@@ -24,14 +24,14 @@ from torch import nn
 
 import onebox
 from onebox.plan import ASYNC, Plan, Stage
-from tests.covering import Run, completed, covering_array, pairs_of
-from tests.late import train_late
-from tests.models import CASES, OPTIMIZERS
-from tests.process.shelf import Shelf
-from tests.process.stages import SEED, expected, segments, staged, tabled
+from tests.kit.covering import Run, completed, covering_array, pairs_of
+from tests.kit.late import train_late
+from tests.kit.models import CASES, OPTIMIZERS
+from tests.kit.pools import Pools
+from tests.kit.reference import Outcome, assert_same, drawing, train
+from tests.kit.stages import SEED, expected, segments, staged, tabled, tensors_of
+from tests.kit.trainer_arguments import grouped
 from tests.process.test_precision import AGREE, Rounding, furthest, single
-from tests.reference import Outcome, assert_same, drawing, train
-from tests.trainer_arguments import grouped
 
 SIZES = (8, 5, 2, 9, 8)
 """Samples of the steps: with a rest and without, with fewer micro-batches than stages, with less than one."""
@@ -181,7 +181,7 @@ def train_on(pool: onebox.Pool, run: Run) -> Outcome:
     optimizer = optimizers if len(optimizers) > 1 else optimizers[0]
     with onebox.Trainer(model, case.loss, optimizer, **grouped(pool=pool, plan=plan_of(run), **options)) as trainer:
         losses = [trainer.step(*batch) for batch in batches_of(run)]
-        found = {name.removeprefix("model."): tensor for name, tensor in trainer.tensors().items()}
+        found = tensors_of(trainer)
         norms = [loss.gradient_norm or 0.0 for loss in losses]
         exact = len(SIZES) if run["delay"] in EXACT else WARM_UP + 1
         assert sum(count for delay, count in trainer.delays.items() if delay) == len(SIZES) - exact
@@ -201,12 +201,9 @@ def _reference(*settings: tuple[str, str], rounded: bool) -> Outcome:
     if run["delay"] not in EXACT:
         trained = functools.partial(train_late, delay=run["delay"], warm_up=WARM_UP)
 
-    def cut(size: int) -> list[int]:
-        return [MICRO_BATCH] * (size // MICRO_BATCH) + [size % MICRO_BATCH] * (size % MICRO_BATCH > 0)
-
     rounding: AbstractContextManager[Any] = Rounding() if rounded else nullcontext()
     with rounding:
-        return trained(model, case.loss, optimizer, batches_of(run), cut, **options)
+        return trained(model, case.loss, optimizer, batches_of(run), MICRO_BATCH, **options)
 
 
 def reference(run: Run, *, rounded: bool) -> Outcome:
@@ -216,7 +213,7 @@ def reference(run: Run, *, rounded: bool) -> Outcome:
 
 
 @pytest.fixture(scope="module")
-def pool(pools: Shelf) -> Iterator[onebox.Pool]:
+def pool(pools: Pools) -> Iterator[onebox.Pool]:
     """One pool of four workers for all runs."""
     yield pools(4)
 

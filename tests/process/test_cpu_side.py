@@ -14,14 +14,14 @@ import onebox
 from onebox.pool.backends import local
 from onebox.pool.launch.cpu_affinity import CoreAllocator, online_cores
 from onebox.worker.system.instruction_sets import used_instruction_sets
-from tests.models import CASES
-from tests.process.shelf import Shelf
-from tests.process.stages import reference, run, staged
-from tests.reference import assert_same
+from tests.kit.models import CASES
+from tests.kit.pools import Pools
+from tests.kit.reference import assert_same
+from tests.kit.stages import reference, run, staged
 
 
 @pytest.fixture(scope="module")
-def pool(pools: Shelf) -> onebox.Pool:
+def pool(pools: Pools) -> onebox.Pool:
     """Two devices."""
     return pools(2)
 

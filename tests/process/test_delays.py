@@ -13,12 +13,12 @@ import torch
 
 import onebox
 from onebox.plan import ASYNC
-from tests.late import train_late
-from tests.models import CASES
-from tests.process.shelf import Shelf
-from tests.process.stages import staged
-from tests.reference import Outcome, assert_same
-from tests.trainer_arguments import grouped
+from tests.kit.late import train_late
+from tests.kit.models import CASES
+from tests.kit.pools import Pools
+from tests.kit.reference import Outcome, assert_same
+from tests.kit.stages import staged, tensors_of
+from tests.kit.trainer_arguments import grouped
 
 SIZES = (4, 4, 4, 4, 4, 4)
 RULES: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -28,7 +28,7 @@ RULES: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 @pytest.fixture(scope="module")
-def pool(pools: Shelf) -> onebox.Pool:
+def pool(pools: Pools) -> onebox.Pool:
     return pools(4)
 
 
@@ -41,9 +41,6 @@ def test_a_pipeline_treats_late_gradients_as_by_hand(rule: str, delay: str, warm
     case = CASES["cnn"]
     model = case.model()
 
-    def cut(size: int) -> list[int]:
-        return [part.size for part in plan.micro_batches(size)]
-
     arguments: dict[str, Any] = {"staleness": 1, "delay": delay, "warm_up": warm_up, "check_every": 1}
     optimizer = RULES[rule](model.parameters())
     with onebox.Trainer(model, case.loss, optimizer, **grouped(pool=pool, plan=plan, **arguments)) as trainer:
@@ -52,10 +49,10 @@ def test_a_pipeline_treats_late_gradients_as_by_hand(rule: str, delay: str, warm
             losses.append(trainer.step(*batch))
             if step == warm_up + 1:
                 trainer.tensors()
-        tensors = {name.removeprefix("model."): tensor for name, tensor in trainer.tensors().items()}
+        tensors = tensors_of(trainer)
         delays = dict(trainer.delays)
     found = Outcome(losses=[float(loss) for loss in losses], norms=[], tensors=tensors)
     model, batches = case.model(), case.batches(list(SIZES))
     optimizer = RULES[rule](model.parameters())
-    assert_same(found, train_late(model, case.loss, optimizer, batches, cut, delay=delay, warm_up=warm_up))
+    assert_same(found, train_late(model, case.loss, optimizer, batches, plan, delay=delay, warm_up=warm_up))
     assert delays == {0: 1, 1: len(SIZES) - warm_up - 1}

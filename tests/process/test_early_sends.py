@@ -13,9 +13,9 @@ from onebox.graph import TracedModel
 from onebox.graph.capture.export import capture
 from onebox.plan import Plan, Prediction, Stage
 from onebox.pool import Link
-from tests.process.shelf import Shelf
-from tests.process.stages import expected, reference, run, staged
-from tests.reference import assert_same
+from tests.kit.pools import Pools
+from tests.kit.reference import assert_same
+from tests.kit.stages import expected, reference, run, staged
 
 SIZES = [8, 5]
 
@@ -25,7 +25,7 @@ SIZES = [8, 5]
     [("unet", (0, 1, 2), "1f1b"), ("gpt2", (0, 1), "1f1b"), ("cnn", (0, 1), "zb-h1")],
 )
 def test_sending_early_wherever_possible_gives_the_result_of_one_process(
-    pools: Shelf, monkeypatch: pytest.MonkeyPatch, name: str, devices: tuple[int, ...], schedule: str
+    pools: Pools, monkeypatch: pytest.MonkeyPatch, name: str, devices: tuple[int, ...], schedule: str
 ) -> None:
     monkeypatch.setattr(early_send, "pays", lambda left_s, size_bytes: True)
     plan = staged(name, devices, schedule=schedule)

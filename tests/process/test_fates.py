@@ -18,10 +18,10 @@ from msgspec.structs import replace
 import onebox
 from onebox.engine.workload.captures import Captures
 from onebox.plan import Plan
-from tests.models import CASES, OPTIMIZERS
-from tests.process.shelf import Shelf
-from tests.process.stages import SEED, reference, segments, staged
-from tests.reference import Outcome, assert_same
+from tests.kit.models import CASES, OPTIMIZERS
+from tests.kit.pools import Pools
+from tests.kit.reference import Outcome, assert_same
+from tests.kit.stages import SEED, outcome, reference, segments, staged
 
 MODELS = ("cnn", "unet", "resnet", "gpt2", "dropping")
 SIZES = (8, 5)
@@ -32,7 +32,7 @@ MIXED = ("offload", "recompute", "swap", "recompute")
 
 
 @pytest.fixture(scope="module")
-def pool(pools: Shelf) -> onebox.Pool:
+def pool(pools: Pools) -> onebox.Pool:
     return pools(2)
 
 
@@ -61,9 +61,7 @@ def run(pool: onebox.Pool, name: str, plan: Plan) -> Outcome:
         model, case.loss, optimizer, pool=pool, plan=plan, seed=SEED, engine=onebox.Engine(check_every=1)
     ) as trainer:
         trainer.share_captures(CAPTURES.setdefault(name, trainer.captures))
-        losses = [trainer.step(*batch) for batch in case.batches(list(SIZES))]
-        tensors = {key.removeprefix("model."): tensor for key, tensor in trainer.tensors().items()}
-    return Outcome(losses=[float(loss) for loss in losses], norms=[], tensors=tensors)
+        return outcome(trainer, [trainer.step(*batch) for batch in case.batches(list(SIZES))])
 
 
 def require_same_bits(found: Outcome, expected: Outcome) -> None:

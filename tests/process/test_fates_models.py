@@ -20,11 +20,12 @@ from onebox.engine.workload.batch import as_batch
 from onebox.plan import Plan, Stage
 from onebox.plan.model.stage import ActivationPolicy
 from onebox.report.tables.memory import compare_memory
-from tests.models import FATED, OPTIMIZERS
+from tests.kit.models import FATED, OPTIMIZERS
+from tests.kit.pools import Pools
+from tests.kit.reference import Outcome, assert_same, drawing, train
+from tests.kit.stages import outcome
+from tests.kit.trainer_arguments import grouped
 from tests.process.fated import captures
-from tests.process.shelf import Shelf
-from tests.reference import Outcome, assert_same, drawing, train
-from tests.trainer_arguments import grouped
 
 SEED = 5
 SIZES = (6, 6, 9)
@@ -71,10 +72,7 @@ def plain(name: str, sizes: Sequence[int]) -> Outcome:
     model = case.model()
     around = drawing(SEED) if case.draws else None
 
-    def cut(size: int) -> list[int]:
-        return [MICRO_BATCH] * (size // MICRO_BATCH)
-
-    return train(model, case.loss, OPTIMIZERS["adamw"](model), case.batches(list(sizes)), cut, around=around)
+    return train(model, case.loss, OPTIMIZERS["adamw"](model), case.batches(list(sizes)), MICRO_BATCH, around=around)
 
 
 def fated(pool: onebox.Pool, name: str, plan: Plan, sizes: Sequence[int]) -> Outcome:
@@ -93,13 +91,12 @@ def fated(pool: onebox.Pool, name: str, plan: Plan, sizes: Sequence[int]) -> Out
         for found in compare_memory(curves, events, 1):
             assert (found.difference_bytes, found.where) == (0, ""), found
         MOVED[name] += sum(event.name.startswith("offload") for event in events)
-        tensors = {name.removeprefix("model."): tensor for name, tensor in trainer.tensors().items()}
-    return Outcome(losses=[float(loss) for loss in losses], norms=[], tensors=tensors)
+        return outcome(trainer, losses)
 
 
 @pytest.mark.parametrize("policy", ["recompute", "offload", "cpu"])
 @pytest.mark.parametrize("name", FATED)
-def test_each_policy_on_each_segment_in_turn(name: str, policy: str, pools: Shelf) -> None:
+def test_each_policy_on_each_segment_in_turn(name: str, policy: str, pools: Pools) -> None:
     names, pool = segments(name), pools(2)
     for place, segment in enumerate(names):
         ahead, behind = names[:place], names[place + 1 :]
@@ -126,11 +123,11 @@ def any_plan(name: str, turn: int) -> Plan:
 
 @pytest.mark.parametrize("turn", range(2))
 @pytest.mark.parametrize("name", FATED)
-def test_any_fates_at_once(name: str, turn: int, pools: Shelf) -> None:
+def test_any_fates_at_once(name: str, turn: int, pools: Pools) -> None:
     assert_same(fated(pools(2), name, any_plan(name, turn), SIZES), plain(name, SIZES))
 
 
 @pytest.mark.parametrize("name", FATED)
-def test_the_optimizer_alone_on_the_host(name: str, pools: Shelf) -> None:
+def test_the_optimizer_alone_on_the_host(name: str, pools: Pools) -> None:
     alone = Plan.data_parallel([DEVICE], [1.0], micro_batch=MICRO_BATCH)
     assert_same(fated(pools(2), name, replace(alone, update="host"), SIZES), plain(name, SIZES))

@@ -16,9 +16,10 @@ from torch import Tensor, nn
 import onebox
 from onebox.errors import DataError
 from onebox.feed import Position
-from tests.process.shelf import Shelf
-from tests.reference import Outcome, assert_same, train
-from tests.trainer_arguments import grouped
+from tests.kit.pools import Pools
+from tests.kit.reference import Outcome, assert_same, train
+from tests.kit.stages import tensors_of
+from tests.kit.trainer_arguments import grouped
 from tests.unit.feed.random_data import Numbers, all_globals, own_generator
 
 EPOCHS = 3
@@ -46,11 +47,6 @@ def make_feed(transform: Any, upload: Any = None, broken: dict[int, str] | None 
     )
 
 
-def cut(size: int) -> list[int]:
-    whole, rest = divmod(size, MICRO_BATCH)
-    return [MICRO_BATCH] * whole + [rest] * (rest > 0)
-
-
 def run(trainer: onebox.Trainer, feed: onebox.Feed, steps: int) -> list[float]:
     """Train as a user does, for so many steps at most."""
     losses: list[onebox.StepLoss] = []
@@ -72,12 +68,12 @@ def run(trainer: onebox.Trainer, feed: onebox.Feed, steps: int) -> list[float]:
     ids=["to more devices", "to fewer, with broken samples"],
 )
 def test_a_run_that_goes_on_with_another_plan_sees_the_same_samples(
-    stop: int, transform: Any, broken: dict[int, str], before: int, after: int, pools: Shelf, tmp_path: Path
+    stop: int, transform: Any, broken: dict[int, str], before: int, after: int, pools: Pools, tmp_path: Path
 ) -> None:
     plain = make_feed(transform, broken=broken)
     batches = [batch for epoch in range(EPOCHS) for batch in plain.epoch(epoch)]
     model = make_model()
-    alone = train(model, nn.functional.mse_loss, torch.optim.AdamW(model.parameters(), lr=0.05), batches, cut)
+    alone = train(model, nn.functional.mse_loss, torch.optim.AdamW(model.parameters(), lr=0.05), batches, MICRO_BATCH)
 
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
@@ -93,13 +89,13 @@ def test_a_run_that_goes_on_with_another_plan_sees_the_same_samples(
         feed = make_feed(transform, trainer.upload, broken, process=2)
         feed.resume(Position.from_dict(trainer.extra["feed"]))
         losses += run(trainer, feed, len(batches))
-        tensors = {name.removeprefix("model."): tensor for name, tensor in trainer.tensors().items()}
+        tensors = tensors_of(trainer)
 
     assert len(losses) == len(batches)
     assert_same(Outcome(losses=losses, norms=[], tensors=tensors), alone)
 
 
-def test_what_was_uploaded_and_never_stepped_is_freed(pools: Shelf) -> None:
+def test_what_was_uploaded_and_never_stepped_is_freed(pools: Pools) -> None:
     pool = pools(2)
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -118,7 +114,7 @@ def test_what_was_uploaded_and_never_stepped_is_freed(pools: Shelf) -> None:
         assert [each.used_bytes for each in trainer.memory()] == used
 
 
-def test_bad_data_ends_the_epoch_and_the_trainer_goes_on(pools: Shelf) -> None:
+def test_bad_data_ends_the_epoch_and_the_trainer_goes_on(pools: Pools) -> None:
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with onebox.Trainer(model, nn.functional.mse_loss, optimizer, pool=pools(2)) as trainer:

@@ -21,8 +21,8 @@ import torch
 from onebox.errors import DataError, PlanError, UsageError
 from onebox.feed.pipeline import runner as pipeline_module
 from onebox.feed.pipeline.runner import Pipeline, StageSpec
-from tests import leaks
-from tests.waiting import until
+from tests.kit import leaks
+from tests.kit.waiting import until
 
 SCRIPT = Path(__file__).with_name("feed_script.py")
 PATIENCE_S = 30.0

@@ -19,7 +19,7 @@ from onebox.engine.problem.corrections import AppliedCorrection, keep_correction
 from onebox.plan import ComputeTime, DeviceSpec, Links, Plan, Problem, Segment, SegmentValue, Stage, predict
 from onebox.plan.replan.profile_correction import ProfileCorrection, TimeFactors
 from onebox.pool import Pool, open_pool
-from tests.process.shelf import Shelf
+from tests.kit.pools import Pools
 
 SEGMENTS = tuple(f"model.{place}" for place in range(4))
 BATCH, MICRO_BATCH = 32, 8
@@ -141,7 +141,7 @@ def test_a_plan_without_its_problem_is_compared_too_and_adaptive_and_unplanned_r
             assert opened.profile_correction is None
 
 
-def test_a_later_plan_is_made_from_the_corrected_profile_until_it_is_measured_again(pools: Shelf) -> None:
+def test_a_later_plan_is_made_from_the_corrected_profile_until_it_is_measured_again(pools: Pools) -> None:
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     batch = torch.ones(16, 64), torch.zeros(16, 64)

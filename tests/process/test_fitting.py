@@ -11,8 +11,8 @@ from onebox.engine.planning.memory_fit import FitReport, estimate_memory
 from onebox.engine.workload.batch import as_batch
 from onebox.errors import DeviceMemoryError, UsageError
 from onebox.plan import Plan
-from tests.models import CASES, OPTIMIZERS
-from tests.process.shelf import Shelf
+from tests.kit.models import CASES, OPTIMIZERS
+from tests.kit.pools import Pools
 
 NAME = "cnn"
 BATCH = 24
@@ -80,7 +80,7 @@ def test_a_way_that_fits_trains_within_the_budget() -> None:
     assert train(budget, best.plan, name="unet") == pytest.approx(train(4 * budget, name="unet"), rel=1e-10)
 
 
-def test_an_open_pool_is_asked_about_as_it_is(pools: Shelf) -> None:
+def test_an_open_pool_is_asked_about_as_it_is(pools: Pools) -> None:
     pool, case = pools(2), CASES[NAME]
     model = case.model()
     batch = case.batches([BATCH])[0]

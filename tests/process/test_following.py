@@ -13,7 +13,7 @@ from torch import nn
 import onebox
 from onebox.engine.adaptive.migration import Migration
 from onebox.pool import open_pool
-from tests import reference
+from tests.kit import reference
 from tests.process.test_adaptive import MICRO_BATCH, MOST, adamw, batches, cut, model, problem_of
 
 QUIET = 60

@@ -17,7 +17,7 @@ from tests.gpu import test_two_gpus
 from tests.gpu_run.__main__ import GpuRun
 from tests.gpu_run.checks import CHECKS, TEST_S, Check, suite
 from tests.gpu_run.report import Report, Result
-from tests.waiting import until
+from tests.kit.waiting import until
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -13,10 +13,10 @@ from torch.utils.checkpoint import checkpoint
 
 import onebox
 from onebox.errors import CaptureError
-from tests.models import CLASSES, features, sgd
-from tests.process.shelf import Shelf
-from tests.reference import Outcome, assert_same, train
-from tests.trainer_arguments import grouped
+from tests.kit.models import CLASSES, features, sgd
+from tests.kit.pools import Pools
+from tests.kit.reference import Outcome, assert_same, train
+from tests.kit.trainer_arguments import grouped
 
 MICRO_BATCH = 3
 SIZES = [8, 8, 2, 5, 8]
@@ -153,11 +153,6 @@ def batches(sizes: list[int]) -> list[tuple[Tensor, Tensor]]:
     return [features(size, generator) for size in sizes]
 
 
-def cut(size: int) -> list[int]:
-    whole, rest = divmod(size, MICRO_BATCH)
-    return [MICRO_BATCH] * whole + [rest] * (rest > 0)
-
-
 def train_on(pool: onebox.Pool, model: nn.Module, loss: Loss, sync: str) -> Outcome:
     options = {"micro_batch": MICRO_BATCH, "sync": sync, "check_every": 1}
     with onebox.Trainer(model, loss, sgd(model), **grouped(pool=pool, **options)) as trainer:
@@ -169,11 +164,11 @@ def train_on(pool: onebox.Pool, model: nn.Module, loss: Loss, sync: str) -> Outc
 
 @pytest.mark.parametrize(("workers", "sync"), [(1, "workers"), (3, "workers"), (2, "client")])
 @pytest.mark.parametrize("name", GRAPHS)
-def test_unusual_graphs_train_as_in_one_process(name: str, workers: int, sync: str, pools: Shelf) -> None:
+def test_unusual_graphs_train_as_in_one_process(name: str, workers: int, sync: str, pools: Pools) -> None:
     make, loss = GRAPHS[name]
     found = train_on(pools(workers), build(make), loss, sync)
     model = build(make)
-    expected = train(model, loss, sgd(model), batches(SIZES), cut)
+    expected = train(model, loss, sgd(model), batches(SIZES), MICRO_BATCH)
     assert_same(found, expected, 1e-5 if make is mixed else 1e-10)
 
 
@@ -203,22 +198,22 @@ def updating(update: Callable[[Any, Tensor], object]) -> nn.Module:
 
 @pytest.mark.parametrize("sync", ["workers", "client"])
 @pytest.mark.parametrize("name", UPDATES)
-def test_replicas_share_the_updates_of_buffers_exactly(name: str, sync: str, pools: Shelf) -> None:
+def test_replicas_share_the_updates_of_buffers_exactly(name: str, sync: str, pools: Pools) -> None:
     found = train_on(pools(3), build(lambda: updating(UPDATES[name])), functional.cross_entropy, sync)
     model = build(lambda: updating(UPDATES[name]))
-    assert_same(found, train(model, functional.cross_entropy, sgd(model), batches(SIZES), cut))
+    assert_same(found, train(model, functional.cross_entropy, sgd(model), batches(SIZES), MICRO_BATCH))
 
 
 def greatest(self: Any, y_BD: Tensor) -> None:
     self.mean.copy_(torch.maximum(self.mean, y_BD.amax(0)))
 
 
-def test_one_worker_runs_an_update_that_replicas_cannot_share(pools: Shelf) -> None:
+def test_one_worker_runs_an_update_that_replicas_cannot_share(pools: Pools) -> None:
     found = train_on(pools(1), build(lambda: updating(greatest)), functional.cross_entropy, "workers")
     model = build(lambda: updating(greatest))
-    assert_same(found, train(model, functional.cross_entropy, sgd(model), batches(SIZES), cut))
+    assert_same(found, train(model, functional.cross_entropy, sgd(model), batches(SIZES), MICRO_BATCH))
 
 
-def test_replicas_refuse_an_update_that_they_cannot_share(pools: Shelf) -> None:
+def test_replicas_refuse_an_update_that_they_cannot_share(pools: Pools) -> None:
     with pytest.raises(CaptureError, match=r"buffer model\.mean changes in a way .* train this model on one device"):
         train_on(pools(2), build(lambda: updating(greatest)), functional.cross_entropy, "workers")

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 import onebox
 from onebox.errors import UsageError
 from onebox.plan import Plan, Stage
-from tests.models import CASES, OPTIMIZERS
-from tests.process.shelf import Shelf
-from tests.process.stages import SEED, staged
-from tests.reference import Outcome, assert_same, backward, state_of
-from tests.trainer_arguments import grouped
+from tests.kit.models import CASES, OPTIMIZERS
+from tests.kit.pools import Pools
+from tests.kit.reference import Outcome, assert_same, backward, state_of
+from tests.kit.stages import SEED, staged, tensors_of
+from tests.kit.trainer_arguments import grouped
 
 SIZES = (8, 8, 5, 8, 8, 8)
 AT = (1, 3)
@@ -136,7 +136,7 @@ def trained(trainer: onebox.Trainer, name: str, change: Change, sizes: Sequence[
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_layout_sees_a_change(layout: str, pools: Shelf) -> None:
+def test_every_layout_sees_a_change(layout: str, pools: Pools) -> None:
     make, options = LAYOUTS[layout]
     plan = make("mlp")
     with trainer_on(pools(2), "mlp", plan, **options) as trainer:
@@ -145,7 +145,7 @@ def test_every_layout_sees_a_change(layout: str, pools: Shelf) -> None:
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_every_kind_of_change_is_seen(change: str, pools: Shelf) -> None:
+def test_every_kind_of_change_is_seen(change: str, pools: Pools) -> None:
     plan = replicas("mlp")
     with trainer_on(pools(2), "mlp", plan) as trainer:
         found = trained(trainer, "mlp", CHANGES[change])
@@ -154,7 +154,7 @@ def test_every_kind_of_change_is_seen(change: str, pools: Shelf) -> None:
 
 @pytest.mark.parametrize("layout", ["replicas", "a pipeline"])
 @pytest.mark.parametrize("change", BUFFERS)
-def test_statistics_may_be_changed(change: str, layout: str, pools: Shelf) -> None:
+def test_statistics_may_be_changed(change: str, layout: str, pools: Pools) -> None:
     plan = LAYOUTS[layout][0]("cnn")
     with trainer_on(pools(2), "cnn", plan) as trainer:
         found = trained(trainer, "cnn", BUFFERS[change])
@@ -162,7 +162,7 @@ def test_statistics_may_be_changed(change: str, layout: str, pools: Shelf) -> No
 
 
 @pytest.mark.parametrize("change", [clamp, scale_data, other_data, initialise])
-def test_a_change_of_old_weights_is_refused(change: Change, pools: Shelf, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_change_of_old_weights_is_refused(change: Change, pools: Pools, caplog: pytest.LogCaptureFixture) -> None:
     first, second = CASES["mlp"].batches([8, 8])
     with trainer_on(pools(2), "mlp", replicas("mlp")) as trainer:
         trainer.step(*first)
@@ -187,7 +187,7 @@ def test_a_change_of_old_weights_is_refused(change: Change, pools: Shelf, caplog
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_push_sends_what_is_here(layout: str, pools: Shelf, tmp_path: Path) -> None:
+def test_push_sends_what_is_here(layout: str, pools: Pools, tmp_path: Path) -> None:
     make, options = LAYOUTS[layout]
     plan = make("cnn")
     batches = CASES["cnn"].batches([8, 8, 8])
@@ -196,7 +196,7 @@ def test_push_sends_what_is_here(layout: str, pools: Shelf, tmp_path: Path) -> N
             trainer.step(*batch)
         load(trainer.model)
         trainer.push()
-        found = {name.removeprefix("model."): tensor for name, tensor in trainer.tensors().items()}
+        found = tensors_of(trainer)
         assert all(torch.equal(found[name], tensor) for name, tensor in state_of(trainer.model).items())
         trainer.step(*batches[2])
         trainer.pull()
@@ -214,7 +214,7 @@ def test_push_sends_what_is_here(layout: str, pools: Shelf, tmp_path: Path) -> N
     )
 
 
-def test_evaluation_and_checkpoints_see_a_change(pools: Shelf, tmp_path: Path) -> None:
+def test_evaluation_and_checkpoints_see_a_change(pools: Pools, tmp_path: Path) -> None:
     case, (batch,) = CASES["mlp"], CASES["mlp"].batches([8])
     with trainer_on(pools(2), "mlp", replicas("mlp")) as trainer:
         at_first = trainer.evaluate([batch]).loss
@@ -232,7 +232,7 @@ def test_evaluation_and_checkpoints_see_a_change(pools: Shelf, tmp_path: Path) -
         assert all(torch.equal(tensor, model.state_dict()[n]) for n, tensor in trainer.model.state_dict().items())
 
 
-def test_weights_swapped_for_an_evaluation_come_back(pools: Shelf) -> None:
+def test_weights_swapped_for_an_evaluation_come_back(pools: Pools) -> None:
     plan = replicas("mlp")
     batch = CASES["mlp"].batches([8])[0]
 
@@ -247,7 +247,7 @@ def test_weights_swapped_for_an_evaluation_come_back(pools: Shelf) -> None:
     assert_same(found, plain("mlp", plan, lambda model: None))
 
 
-def test_another_parameter_in_the_place_of_one_is_refused(pools: Shelf) -> None:
+def test_another_parameter_in_the_place_of_one_is_refused(pools: Pools) -> None:
     (batch,) = CASES["mlp"].batches([8])
     with trainer_on(pools(2), "mlp", replicas("mlp")) as trainer:
         trainer.step(*batch)
@@ -257,7 +257,7 @@ def test_another_parameter_in_the_place_of_one_is_refused(pools: Shelf) -> None:
             trainer.step(*batch)
 
 
-def test_late_steps_refuse_a_change(pools: Shelf) -> None:
+def test_late_steps_refuse_a_change(pools: Pools) -> None:
     (batch,) = CASES["mlp"].batches([8])
     with trainer_on(pools(2), "mlp", replicas("mlp"), staleness=1, warm_up=0, delay="none") as trainer:
         trainer.step(*batch)
@@ -299,10 +299,10 @@ def test_a_loss_before_the_next_step_keeps_a_change() -> None:
         clamp(trainer.model)
         trainer.evaluate([batch])
         kill(pool, 1)
-        found = {name.removeprefix("model."): tensor for name, tensor in trainer.tensors().items()}
+        found = tensors_of(trainer)
         trainer.evaluate([batch])
         assert len(trainer.recoveries) == 1
-        again = {name.removeprefix("model."): tensor for name, tensor in trainer.tensors().items()}
+        again = tensors_of(trainer)
         expected = state_of(trainer.model)
     for tensors in (found, again):
         assert all(torch.equal(tensors[name], tensor) for name, tensor in expected.items())

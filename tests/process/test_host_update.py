@@ -15,11 +15,11 @@ from onebox.plan import Plan, Stage
 from onebox.pool import raise_first
 from onebox.wire.protocol.instructions import Ask
 from onebox.wire.protocol.responses import WorkerMemory
-from tests.models import CASES, OPTIMIZERS
-from tests.process.shelf import Shelf
-from tests.process.stages import SEED, reference, run, staged
-from tests.reference import Outcome, assert_same
-from tests.trainer_arguments import grouped
+from tests.kit.models import CASES, OPTIMIZERS
+from tests.kit.pools import Pools
+from tests.kit.reference import Outcome, assert_same
+from tests.kit.stages import SEED, reference, run, staged
+from tests.kit.trainer_arguments import grouped
 
 SIZES = (8, 8, 5, 8)
 HALF = 2
@@ -44,7 +44,7 @@ def on_host(plan: Plan) -> Plan:
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_steps_on_the_host_have_the_bits_of_steps_on_the_devices(name: str, pools: Shelf) -> None:
+def test_steps_on_the_host_have_the_bits_of_steps_on_the_devices(name: str, pools: Pools) -> None:
     case, make = PLANS[name]
     options: dict[str, Any] = {} if name == "two stages" else {"clip_grad_norm": 0.3}
     plan = make(case)
@@ -72,7 +72,7 @@ def peaks(pool: onebox.Pool, name: str, plan: Plan) -> tuple[dict[int, int], lis
 
 
 @pytest.mark.parametrize("name", ["two stages", "split layers"])
-def test_the_memory_of_the_devices_is_predicted_to_the_byte(name: str, pools: Shelf) -> None:
+def test_the_memory_of_the_devices_is_predicted_to_the_byte(name: str, pools: Pools) -> None:
     case, make = PLANS[name]
     plan, pool = make(case), pools(2)
     (there, counted_there), (here, counted_here) = (peaks(pool, case, each) for each in (plan, on_host(plan)))
@@ -84,7 +84,7 @@ def test_the_memory_of_the_devices_is_predicted_to_the_byte(name: str, pools: Sh
         assert here[number] == there[number] - memory.host_bytes
 
 
-def test_where_the_optimizer_steps_is_an_option_of_a_trainer_without_a_plan(pools: Shelf) -> None:
+def test_where_the_optimizer_steps_is_an_option_of_a_trainer_without_a_plan(pools: Pools) -> None:
     case = CASES["mlp"]
     model = case.model()
     with pytest.raises(UsageError, match="update='hosts': allowed are 'device', 'host'"):
@@ -110,7 +110,7 @@ def steps(trainer: onebox.Trainer, batches: list[Any]) -> Outcome:
     [("split layers", "host", "device"), ("split layers", "device", "host"), ("two replicas", "host", "host")],
 )
 def test_checkpoints_of_either_kind_go_on_as_either(
-    name: str, before: Any, after: Any, pools: Shelf, tmp_path: Path
+    name: str, before: Any, after: Any, pools: Pools, tmp_path: Path
 ) -> None:
     key, make = PLANS[name]
     case, plan, pool = CASES[key], make(key), pools(2)

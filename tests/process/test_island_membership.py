@@ -22,13 +22,13 @@ from onebox.errors import PoolError, UsageError
 from onebox.plan_names import OuterCodec, StateAt
 from onebox.pool import Fault, Pool, open_pool
 from onebox.pool.backends.local import LocalSource
-from tests.covering import covering_array
-from tests.models import CASES, OPTIMIZERS
-from tests.process.shelf import Shelf, untouched
-from tests.process.stages import SEED, staged
+from tests.kit.covering import covering_array
+from tests.kit.models import CASES, OPTIMIZERS
+from tests.kit.pools import Pools, untouched
+from tests.kit.reference import AGREE, Outcome, assert_same
+from tests.kit.stages import SEED, staged, tensors_of
+from tests.kit.waiting import until
 from tests.process.test_islands import SIZES, SMALL, Reference, islands, stages_of
-from tests.reference import AGREE, Outcome, assert_same
-from tests.waiting import until
 
 
 class Changing(Reference):
@@ -186,7 +186,7 @@ def compare(
 ) -> None:
     """Compare with the reference all tensors and losses, with late islands only the first losses. The losses of so many
     steps before an island left may lack its part."""
-    tensors = {name.removeprefix("model."): tensor for name, tensor in trainer.tensors().items()}
+    tensors = tensors_of(trainer)
     values = [float(loss) for loss in losses]
     expected = reference.follow(batches, trainer.island_changes)
     assert all(math.isfinite(value) for value in values)
@@ -206,7 +206,7 @@ def compare(
 
 
 @pytest.mark.parametrize(("fragments", "overlap"), [(1, 0), (2, 0), (2, 3)])
-def test_recovery_changes_no_bit_of_a_run_without_losses(fragments: int, overlap: int, pools: Shelf) -> None:
+def test_recovery_changes_no_bit_of_a_run_without_losses(fragments: int, overlap: int, pools: Pools) -> None:
     outer = onebox.Outer(every=4, fragments=fragments, overlap=overlap, shares=[2, 1])
     plain = islands(pools(3), "cnn", [[0, 1], [2]], outer=outer)
     found = islands(pools(3), "cnn", [[0, 1], [2]], outer=outer, recovery=onebox.Recovery())
@@ -304,7 +304,7 @@ def unreplaced(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("unreplaced")
 def test_a_run_goes_on_without_an_island_that_is_gone(
-    caplog: pytest.LogCaptureFixture, tmp_path: Path, pools: Shelf
+    caplog: pytest.LogCaptureFixture, tmp_path: Path, pools: Pools
 ) -> None:
     """Its state is read, evaluated, saved and resumed without that island, which begins with the global parameters."""
     outer = onebox.Outer(every=4, shares=[1, 2])
@@ -340,7 +340,7 @@ def test_a_run_goes_on_without_an_island_that_is_gone(
 
 @pytest.mark.parametrize("replaced", [True, False])
 def test_the_state_is_read_right_after_a_loss(
-    replaced: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, pools: Shelf
+    replaced: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, pools: Pools
 ) -> None:
     """Before another outer step; it is that of the islands that are left."""
     if not replaced:
@@ -489,7 +489,7 @@ def test_late_islands_whose_outer_gradients_travel_in_a_codec(overlap: int) -> N
 
 
 @pytest.mark.parametrize("overlap", [0, 2])
-def test_a_quorum_changes_no_bit_of_a_run_in_which_all_are_punctual(overlap: int, pools: Shelf) -> None:
+def test_a_quorum_changes_no_bit_of_a_run_in_which_all_are_punctual(overlap: int, pools: Pools) -> None:
     outer = {"every": 4, "overlap": overlap, "shares": [2, 1]}
     plain = islands(pools(3), "cnn", [[0, 1], [2]], outer=onebox.Outer(**outer))
     quorum = onebox.Outer(**outer, quorum=1, grace_s=60.0)
@@ -505,6 +505,6 @@ def test_a_quorum_changes_no_bit_of_a_run_in_which_all_are_punctual(overlap: int
         (onebox.Outer(quorum=1), None, "give recovery=onebox.Recovery"),
     ],
 )
-def test_a_quorum_that_cannot_be(outer: onebox.Outer, recovery: Any, message: str, pools: Shelf) -> None:
+def test_a_quorum_that_cannot_be(outer: onebox.Outer, recovery: Any, message: str, pools: Pools) -> None:
     with pytest.raises(UsageError, match=message):
         islands(pools(2), "mlp", [[0], [1]], outer=outer, recovery=recovery)

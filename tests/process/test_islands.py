@@ -21,13 +21,13 @@ from onebox.engine.state.remote import RemoteState
 from onebox.errors import UsageError, WorkerDied
 from onebox.plan import Plan, Stage, apportion
 from onebox.plan_names import OuterCodec, StateAt
-from tests.covering import covering_array
-from tests.models import CASES, OPTIMIZERS
-from tests.process.shelf import Shelf, untouched
-from tests.process.stages import SEED, segments, staged
-from tests.reference import (
+from tests.kit.covering import covering_array
+from tests.kit.models import CASES, OPTIMIZERS
+from tests.kit.pools import Pools, untouched
+from tests.kit.reference import (
     AGREE,
     CODE_BLOCK,
+    Cut,
     Outcome,
     assert_same,
     backward,
@@ -37,15 +37,11 @@ from tests.reference import (
     sizes_of,
     state_of,
 )
+from tests.kit.stages import SEED, segments, staged, tensors_of
 
 SIZES = [12, 12, 9, 12, 12, 12, 9, 12, 12, 12, 12, 12]
 MICRO_BATCH = 3
 SMALL = onebox.DataParallel(micro_batch=MICRO_BATCH)
-
-
-def cut(size: int) -> list[int]:
-    whole, rest = divmod(size, MICRO_BATCH)
-    return [MICRO_BATCH] * whole + [rest] * (rest > 0)
 
 
 def optimizers_of(name: str, model: nn.Module) -> list[torch.optim.Optimizer]:
@@ -64,7 +60,7 @@ class Reference:
         optimizer: Name of the inner optimizer.
         weights: Share of a batch of each island.
         outer: The outer optimizer.
-        cuts: For each island, from samples to those of its micro-batches.
+        cuts: For each island, into micro-batches.
         max_norm: For clipping.
         buckets: Divides the parameters of a fragment into those that travel together between given islands.
         dtype: Of parameters and samples.
@@ -76,7 +72,7 @@ class Reference:
         optimizer: str,
         weights: Sequence[float],
         outer: onebox.Outer,
-        cuts: Sequence[Callable[[int], Sequence[int]]] = (),
+        cuts: Sequence[Cut] = (),
         max_norm: float | None = None,
         buckets: Callable[[Sequence[str], Sequence[int]], Sequence[Sequence[str]]] = lambda names, present: [names],
         dtype: torch.dtype = torch.float64,
@@ -88,7 +84,7 @@ class Reference:
         self.value = self.case.model(dtype)
         self.models = [self.case.model(dtype) for _ in weights]
         self.optimizers = [optimizers_of(optimizer, model) for model in self.models]
-        self.cuts = cuts or [cut] * len(weights)
+        self.cuts = cuts or [MICRO_BATCH] * len(weights)
         momentum = outer.momentum
         self.sgd = torch.optim.SGD(self.value.parameters(), lr=outer.lr, momentum=momentum, nesterov=momentum > 0)
         modules = list(dict.fromkeys(name.rpartition(".")[0] for name, _ in self._tensors(self.value)))
@@ -248,7 +244,7 @@ def steps(trainer: onebox.Trainer, batches: Sequence[Any], evaluating: Sequence[
         if evaluating:
             trainer.evaluate(evaluating)
     norms = [loss.gradient_norm or 0.0 for loss in losses]
-    tensors = {name.removeprefix("model."): tensor for name, tensor in trainer.tensors().items()}
+    tensors = tensors_of(trainer)
     return Outcome(losses=[float(loss) for loss in losses], norms=norms, tensors=tensors)
 
 
@@ -257,7 +253,7 @@ def steps(trainer: onebox.Trainer, batches: Sequence[Any], evaluating: Sequence[
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize("momentum", [0.9, 0.0])
-def test_islands_of_one_device(optimizer: str, momentum: float, pools: Shelf) -> None:
+def test_islands_of_one_device(optimizer: str, momentum: float, pools: Pools) -> None:
     outer = onebox.Outer(every=3, lr=0.6, momentum=momentum)
     found = islands(pools(2), "mlp", [[0], [1]], optimizer=optimizer, outer=outer)
     assert_same(found, Reference("mlp", optimizer, [1, 1], outer).run(SIZES))
@@ -290,7 +286,7 @@ CASES_OF_ISLANDS: dict[str, tuple[str, int, list[list[int]], Callable[[], Any], 
 
 
 @pytest.mark.parametrize("kind", CASES_OF_ISLANDS)
-def test_islands_of_every_kind(kind: str, pools: Shelf) -> None:
+def test_islands_of_every_kind(kind: str, pools: Pools) -> None:
     name, workers, groups, plan, weights = CASES_OF_ISLANDS[kind]
     outer = onebox.Outer(every=4, shares=weights)
     found = islands(pools(workers), name, groups, plan=plan(), outer=outer)
@@ -298,20 +294,20 @@ def test_islands_of_every_kind(kind: str, pools: Shelf) -> None:
 
 
 @pytest.mark.parametrize("fragments", [2, 3])
-def test_fragments_are_synchronised_in_turn(fragments: int, pools: Shelf) -> None:
+def test_fragments_are_synchronised_in_turn(fragments: int, pools: Pools) -> None:
     outer = onebox.Outer(every=4, fragments=fragments, shares=[2, 1])
     found = islands(pools(3), "cnn", [[0, 1], [2]], optimizer="sgd", outer=outer)
     assert_same(found, Reference("cnn", "sgd", [2, 1], outer).run(SIZES))
 
 
 @pytest.mark.parametrize(("overlap", "fragments", "keep"), [(1, 1, 0.5), (3, 2, 0.5), (2, 1, 0.0)])
-def test_sums_travel_while_islands_go_on(overlap: int, fragments: int, keep: float, pools: Shelf) -> None:
+def test_sums_travel_while_islands_go_on(overlap: int, fragments: int, keep: float, pools: Pools) -> None:
     outer = onebox.Outer(every=4, fragments=fragments, overlap=overlap, keep=keep, shares=[2, 1])
     found = islands(pools(3), "cnn", [[0, 1], [2]], outer=outer)
     assert_same(found, Reference("cnn", "adamw", [2, 1], outer).run(SIZES))
 
 
-def test_each_island_clips_its_own_gradients(pools: Shelf) -> None:
+def test_each_island_clips_its_own_gradients(pools: Pools) -> None:
     outer = onebox.Outer(every=3, shares=[2, 1])
     found = islands(pools(3), "mlp", [[0, 1], [2]], outer=outer, clip_grad_norm=0.5)
     expected = Reference("mlp", "adamw", [2, 1], outer, max_norm=0.5).run(SIZES)
@@ -320,7 +316,7 @@ def test_each_island_clips_its_own_gradients(pools: Shelf) -> None:
 
 
 @pytest.mark.parametrize("fragments", [1, 2])
-def test_a_change_by_hand_while_sums_travel_comes_after_them(fragments: int, pools: Shelf) -> None:
+def test_a_change_by_hand_while_sums_travel_comes_after_them(fragments: int, pools: Pools) -> None:
     case, model, batches = CASES["mlp"], CASES["mlp"].model(), CASES["mlp"].batches(SIZES)
     outer = onebox.Outer(every=4, overlap=2, fragments=fragments)
     reference = Reference("mlp", "sgd", [1, 1], outer)
@@ -343,7 +339,7 @@ def test_a_change_by_hand_while_sums_travel_comes_after_them(fragments: int, poo
     assert_same(found, Outcome(losses=losses, norms=[], tensors=reference.tensors()))
 
 
-def test_an_island_without_samples_in_a_step_sits_it_out(pools: Shelf) -> None:
+def test_an_island_without_samples_in_a_step_sits_it_out(pools: Pools) -> None:
     sizes, outer = [6, 1, 6, 1, 6], onebox.Outer(every=4)
     found = islands(pools(2), "mlp", [[0], [1]], sizes, outer=outer)
     assert_same(found, Reference("mlp", "adamw", [1, 1], outer).run(sizes))
@@ -356,7 +352,7 @@ def test_an_island_without_samples_in_a_step_sits_it_out(pools: Shelf) -> None:
         ([[0, 1], [2, 3]], onebox.Outer(every=3, momentum=0.6, fragments=2, overlap=1)),
     ],
 )
-def test_muon_inside_islands(groups: list[list[int]], outer: onebox.Outer, pools: Shelf) -> None:
+def test_muon_inside_islands(groups: list[list[int]], outer: onebox.Outer, pools: Pools) -> None:
     """MuLoCo (arXiv:2505.23725): each island steps with Muon, and the outer optimizer stays the same."""
     found = islands(pools(sum(map(len, groups))), "mlp", groups, optimizer="muon", outer=outer)
     assert_same(found, Reference("mlp", "muon", [1, 1], outer).run(SIZES))
@@ -391,7 +387,7 @@ CODED: dict[str, tuple[str, int, list[list[int]], Callable[[], Any], list[float]
 @pytest.mark.parametrize("kind", CODED)
 @pytest.mark.parametrize("codec", ["e3m0", "int8", "bf16"])
 def test_outer_gradients_in_a_codec_are_those_of_the_plain_implementation(
-    kind: str, codec: OuterCodec, pools: Shelf
+    kind: str, codec: OuterCodec, pools: Pools
 ) -> None:
     """Plain steps of SGD have the same bits wherever they are computed, and so have codes: equal results but for the
     order in which replicas sum gradients."""
@@ -410,7 +406,7 @@ def test_outer_gradients_in_a_codec_are_those_of_the_plain_implementation(
     [("e3m0", torch.float64, 0, 1), ("e3m0", torch.float32, 3, 2), ("int8", torch.float32, 1, 3)],
 )
 def test_islands_that_exchange_codes_have_the_bits_of_the_plain_implementation(
-    codec: OuterCodec, dtype: torch.dtype, overlap: int, fragments: int, pools: Shelf
+    codec: OuterCodec, dtype: torch.dtype, overlap: int, fragments: int, pools: Pools
 ) -> None:
     outer = onebox.Outer(every=4, fragments=fragments, overlap=overlap, compression=codec, shares=[2, 1])
     arguments: dict[str, Any] = {"optimizer": "sgd", "outer": outer, "engine": onebox.Engine(check_every=1)}
@@ -445,7 +441,7 @@ LAYOUTS: dict[str, tuple[list[list[int]], Callable[[str], Any]]] = {
 
 
 @pytest.mark.parametrize("run", covering_array(KINDS, lambda run: False), ids=lambda run: "-".join(run.values()))
-def test_settings_meet_in_pairs(run: dict[str, str], pools: Shelf) -> None:
+def test_settings_meet_in_pairs(run: dict[str, str], pools: Pools) -> None:
     groups, plan = LAYOUTS[run["layout"]]
     weights = [1, 1] if run["shares"] == "even" else [3, 1]
     max_norm = 0.5 if run["clipping"] == "on" else None
@@ -464,7 +460,7 @@ def test_settings_meet_in_pairs(run: dict[str, str], pools: Shelf) -> None:
     assert_same(found, Reference(run["model"], run["optimizer"], weights, outer, max_norm=max_norm).run(SIZES))
 
 
-def test_parts_weigh_as_their_losses_do(pools: Shelf) -> None:
+def test_parts_weigh_as_their_losses_do(pools: Pools) -> None:
     """With targets that are ignored, an island's weight is the number of those that are not."""
     loss = nn.CrossEntropyLoss(ignore_index=0)
     reduction = onebox.Weighted(lambda targets: (targets != 0).sum())
@@ -502,7 +498,7 @@ def test_parts_weigh_as_their_losses_do(pools: Shelf) -> None:
     assert [float(each) for each in losses] == pytest.approx(expected, abs=AGREE)
 
 
-def test_an_island_whose_targets_weigh_nothing_adds_nothing_to_the_loss(pools: Shelf) -> None:
+def test_an_island_whose_targets_weigh_nothing_adds_nothing_to_the_loss(pools: Pools) -> None:
     loss = nn.CrossEntropyLoss(ignore_index=0)
     reduction = onebox.Weighted(lambda targets: (targets != 0).sum())
     case, model = CASES["mlp"], CASES["mlp"].model()
@@ -526,13 +522,13 @@ def split_plan(devices: Sequence[int]) -> Plan:
     )
 
 
-def test_islands_that_split_layers_alike(pools: Shelf) -> None:
+def test_islands_that_split_layers_alike(pools: Pools) -> None:
     outer = onebox.Outer(every=4)
     found = islands(pools(4), "mlp", [[0, 1], [2, 3]], plan=[split_plan([0, 1]), split_plan([2, 3])], outer=outer)
     assert_same(found, Reference("mlp", "adamw", [1, 1], outer).run(SIZES))
 
 
-def test_islands_that_split_layers_differently_are_refused(pools: Shelf) -> None:
+def test_islands_that_split_layers_differently_are_refused(pools: Pools) -> None:
     with pytest.raises(UsageError, match="islands whose plans split layers have to split them alike"):
         islands(pools(3), "mlp", [[0, 1], [2]], plan=[split_plan([0, 1]), SMALL], outer=onebox.Outer(every=4))
 
@@ -540,7 +536,7 @@ def test_islands_that_split_layers_differently_are_refused(pools: Shelf) -> None
 # ---- reading the state
 
 
-def test_evaluations_use_the_global_parameters_and_leave_each_island_its_own(pools: Shelf) -> None:
+def test_evaluations_use_the_global_parameters_and_leave_each_island_its_own(pools: Pools) -> None:
     case, outer = CASES["cnn"], onebox.Outer(every=4, shares=[2, 1])
     reference, model = Reference("cnn", "adamw", [2, 1], outer), case.model()
     batches, held_out = case.batches(SIZES), case.batches([10, 7])
@@ -565,7 +561,7 @@ def evaluated(reference: Reference, batches: Sequence[Any]) -> float:
     return found / sum(len(x) for x, _ in batches)
 
 
-def test_an_evaluation_before_the_first_step_does_not_fix_plans_and_shares(pools: Shelf) -> None:
+def test_an_evaluation_before_the_first_step_does_not_fix_plans_and_shares(pools: Pools) -> None:
     """With plan="auto" those of steps are made for their own batches, also for one that was uploaded before."""
     case, outer = CASES["mlp"], onebox.Outer(every=2, shares=[2, 1])
     batches, model = case.batches([12] * 5), case.model()
@@ -580,8 +576,7 @@ def test_an_evaluation_before_the_first_step_does_not_fix_plans_and_shares(pools
         found = steps(trainer, batches[1:])
         assert trainer.island_plans == plans
         after = trainer.evaluate(case.batches([5, 4]))
-    cuts = [lambda size, plan=plan: [part.size for part in plan.micro_batches(size)] for plan in plans]
-    reference = Reference("mlp", "sgd", [2, 1], outer, cuts)
+    reference = Reference("mlp", "sgd", [2, 1], outer, plans)
     assert before.loss == pytest.approx(evaluated(reference, case.batches([5, 4])), abs=AGREE)
     reference.step(batches[0])
     expected = [reference.step(batch)[0] for batch in batches[1:]]
@@ -591,7 +586,7 @@ def test_an_evaluation_before_the_first_step_does_not_fix_plans_and_shares(pools
         torch.testing.assert_close(found.tensors[name], tensor, rtol=0, atol=AGREE)
 
 
-def test_a_checkpoint_before_the_first_step_has_no_plans_of_an_evaluation(pools: Shelf, tmp_path: Path) -> None:
+def test_a_checkpoint_before_the_first_step_has_no_plans_of_an_evaluation(pools: Pools, tmp_path: Path) -> None:
     case, outer = CASES["mlp"], onebox.Outer(every=2)
     batches, model = case.batches([12] * 3), case.model()
     arguments: dict[str, Any] = {"pool": pools(3), "islands": [[0, 1], [2]], "outer": outer}
@@ -609,7 +604,7 @@ def test_a_checkpoint_before_the_first_step_has_no_plans_of_an_evaluation(pools:
 
 
 @pytest.mark.parametrize("overlap", [0, 3])
-def test_synchronize_includes_the_steps_since_the_last_outer_step(overlap: int, pools: Shelf) -> None:
+def test_synchronize_includes_the_steps_since_the_last_outer_step(overlap: int, pools: Pools) -> None:
     case, outer = CASES["mlp"], onebox.Outer(every=4, fragments=2, overlap=overlap)
     reference, model = Reference("mlp", "sgd", [1, 1], outer), case.model()
     arguments: dict[str, Any] = {"pool": pools(2), "plan": SMALL, "islands": [[0], [1]], "outer": outer}
@@ -628,7 +623,7 @@ def test_synchronize_includes_the_steps_since_the_last_outer_step(overlap: int, 
             torch.testing.assert_close(state_of(model)[name], tensor, rtol=0, atol=AGREE)
 
 
-def test_changes_by_hand_reach_every_island(pools: Shelf) -> None:
+def test_changes_by_hand_reach_every_island(pools: Pools) -> None:
     case, outer = CASES["mlp"], onebox.Outer(every=3)
     reference, model = Reference("mlp", "sgd", [1, 1], outer), case.model()
     arguments: dict[str, Any] = {"pool": pools(2), "plan": SMALL, "islands": [[0], [1]], "outer": outer}
@@ -649,7 +644,7 @@ def test_changes_by_hand_reach_every_island(pools: Shelf) -> None:
             torch.testing.assert_close(found[f"model.{name}"], tensor.detach(), rtol=0, atol=AGREE)
 
 
-def test_after_synchronize_a_change_of_the_model_before_it_is_refused(pools: Shelf) -> None:
+def test_after_synchronize_a_change_of_the_model_before_it_is_refused(pools: Pools) -> None:
     """The outer steps have other values than pull() brought; a second synchronize() makes none."""
     case, model = CASES["mlp"], CASES["mlp"].model()
     arguments: dict[str, Any] = {"pool": pools(2), "plan": SMALL, "islands": [[0], [1]], "outer": onebox.Outer(every=5)}
@@ -672,7 +667,7 @@ def test_after_synchronize_a_change_of_the_model_before_it_is_refused(pools: She
         assert any(torch.equal(tensor, first) for tensor in found.values()), "the model was that of the workers"
 
 
-def test_trainers_of_the_same_tensors_see_what_synchronize_made(pools: Shelf) -> None:
+def test_trainers_of_the_same_tensors_see_what_synchronize_made(pools: Pools) -> None:
     case, model = CASES["mlp"], CASES["mlp"].model()
     arguments: dict[str, Any] = {"pool": pools(2), "plan": SMALL, "islands": [[0], [1]], "outer": onebox.Outer(every=5)}
     batches = case.batches(SIZES[:3])
@@ -690,7 +685,7 @@ def test_trainers_of_the_same_tensors_see_what_synchronize_made(pools: Shelf) ->
         assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
 
 
-def test_uploads_ahead_change_nothing(pools: Shelf) -> None:
+def test_uploads_ahead_change_nothing(pools: Pools) -> None:
     case, outer = CASES["mlp"], onebox.Outer(every=4, shares=[2, 1])
     model = case.model()
     arguments: dict[str, Any] = {"pool": pools(3), "plan": SMALL, "islands": [[0, 1], [2]], "outer": outer}
@@ -704,12 +699,12 @@ def test_uploads_ahead_change_nothing(pools: Shelf) -> None:
         with pytest.raises(UsageError, match="stepped or closed before"):
             trainer.step(uploaded[0])
         assert trainer.upload_counters().ahead > len(SIZES) // 2
-        found = {name.removeprefix("model."): tensor for name, tensor in trainer.tensors().items()}
+        found = tensors_of(trainer)
     expected = Reference("mlp", "adamw", [2, 1], outer).run(SIZES)
     assert_same(Outcome(losses=[float(loss) for loss in losses], norms=[], tensors=found), expected)
 
 
-def test_the_state_of_the_outer_optimizer_counts_in_the_forecast_of_memory(pools: Shelf) -> None:
+def test_the_state_of_the_outer_optimizer_counts_in_the_forecast_of_memory(pools: Pools) -> None:
     case, model = CASES["mlp"], CASES["mlp"].model()
     batch, peaks, held = case.batches([12])[0], [], []
     for momentum in (0.0, 0.9):
@@ -726,7 +721,7 @@ def test_the_state_of_the_outer_optimizer_counts_in_the_forecast_of_memory(pools
 
 @pytest.mark.parametrize(("overlap", "codec"), [(2, "e3m0"), (0, "int8"), (0, "none")])
 def test_outer_state_on_the_host_has_the_same_bits_and_leaves_the_device(
-    overlap: int, codec: OuterCodec, pools: Shelf
+    overlap: int, codec: OuterCodec, pools: Pools
 ) -> None:
     """Also where it is read, evaluated and changed by hand between outer steps; forecasts count it in its place."""
     case = CASES["cnn"]
@@ -767,7 +762,7 @@ def test_outer_state_on_the_host_has_the_same_bits_and_leaves_the_device(
 @pytest.mark.parametrize("half", [4, 6])  # right after an outer step, and between two
 @pytest.mark.parametrize(("fragments", "overlap"), [(1, 0), (2, 0), (2, 3)])
 def test_a_resumed_run_ends_with_the_same_bits(
-    half: int, fragments: int, overlap: int, pools: Shelf, tmp_path: Path
+    half: int, fragments: int, overlap: int, pools: Pools, tmp_path: Path
 ) -> None:
     resumed_with_the_same_bits(onebox.Outer(every=4, fragments=fragments, overlap=overlap), half, pools, tmp_path)
 
@@ -775,13 +770,13 @@ def test_a_resumed_run_ends_with_the_same_bits(
 @pytest.mark.parametrize("half", [4, 6])
 @pytest.mark.parametrize(("overlap", "codec", "state"), [(3, "e3m0", "host"), (0, "int8", "device")])
 def test_a_resumed_run_goes_on_with_what_codes_have_lost(
-    half: int, overlap: int, codec: OuterCodec, state: StateAt, pools: Shelf, tmp_path: Path
+    half: int, overlap: int, codec: OuterCodec, state: StateAt, pools: Pools, tmp_path: Path
 ) -> None:
     outer = onebox.Outer(every=4, fragments=2, overlap=overlap, compression=codec, state=state)
     resumed_with_the_same_bits(outer, half, pools, tmp_path)
 
 
-def resumed_with_the_same_bits(outer: onebox.Outer, half: int, pools: Shelf, tmp_path: Path) -> None:
+def resumed_with_the_same_bits(outer: onebox.Outer, half: int, pools: Pools, tmp_path: Path) -> None:
     """Save a run and resume it: on the same devices with the same bits, on others with the same result."""
     case, outer = CASES["cnn"], replace(outer, shares=[2, 1])
     batches, model = case.batches(SIZES), case.model()
@@ -807,7 +802,7 @@ def resumed_with_the_same_bits(outer: onebox.Outer, half: int, pools: Shelf, tmp
 
 
 @pytest.mark.parametrize("overlap", [0, 3])
-def test_a_resumed_run_is_synchronised_before_its_first_step(overlap: int, pools: Shelf, tmp_path: Path) -> None:
+def test_a_resumed_run_is_synchronised_before_its_first_step(overlap: int, pools: Pools, tmp_path: Path) -> None:
     """With the first batch, be it of an evaluation."""
     case, outer, found = CASES["mlp"], onebox.Outer(every=4, overlap=overlap), []
     batches, model = case.batches(SIZES), case.model()
@@ -829,7 +824,7 @@ def test_a_resumed_run_is_synchronised_before_its_first_step(overlap: int, pools
 
 
 def test_an_interrupt_while_a_run_is_resumed_changes_nothing(
-    pools: Shelf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    pools: Pools, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case, outer = CASES["mlp"], onebox.Outer(every=4)
     batches, model = case.batches(SIZES), case.model()
@@ -851,7 +846,7 @@ def interrupted(*_: Any) -> None:
 
 
 def test_what_codes_have_lost_of_shards_is_resumed_and_begins_anew_for_others(
-    pools: Shelf, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    pools: Pools, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Islands that split layers have residuals for each shard; those that do not, others."""
     case, model = CASES["mlp"], CASES["mlp"].model()
@@ -871,7 +866,7 @@ def test_what_codes_have_lost_of_shards_is_resumed_and_begins_anew_for_others(
     assert "the state of lossy gradients in the checkpoint is for another plan: it begins anew" in caplog.text
 
 
-def test_lossy_gradients_inside_islands_are_resumed_with_the_same_bits(pools: Shelf, tmp_path: Path) -> None:
+def test_lossy_gradients_inside_islands_are_resumed_with_the_same_bits(pools: Pools, tmp_path: Path) -> None:
     case, model = CASES["mlp"], CASES["mlp"].model()
     stages = [Stage(replicas=((a,), (a + 1,)), shares=(1.0, 1.0), gradients="int8") for a in (0, 2)]
     plans = [Plan(stages=(stage,), micro_batch=MICRO_BATCH) for stage in stages]
@@ -891,7 +886,7 @@ def test_lossy_gradients_inside_islands_are_resumed_with_the_same_bits(pools: Sh
         assert_same(steps(trainer, batches[4:]), straight, tolerance=0)
 
 
-def test_a_run_is_resumed_with_as_many_islands(pools: Shelf, tmp_path: Path) -> None:
+def test_a_run_is_resumed_with_as_many_islands(pools: Pools, tmp_path: Path) -> None:
     case, model = CASES["mlp"], CASES["mlp"].model()
     arguments: dict[str, Any] = {"plan": SMALL, "islands": [[0], [1]], "outer": onebox.Outer(every=4, fragments=2)}
     with onebox.Trainer(model, case.loss, OPTIMIZERS["sgd"](model), pool=pools(2), **arguments) as trainer:
@@ -938,7 +933,7 @@ def test_a_worker_that_dies_is_one_error() -> None:
             trainer.step(*batch)
 
 
-def test_nothing_is_left_on_the_workers(pools: Shelf) -> None:
+def test_nothing_is_left_on_the_workers(pools: Pools) -> None:
     for outer in (onebox.Outer(every=4), onebox.Outer(every=4, overlap=1, compression="int8", state="host")):
         islands(pools(3), "cnn", [[0, 1], [2]], outer=outer, evaluating=CASES["cnn"].batches([5]))
         assert untouched(pools(3))
@@ -995,13 +990,13 @@ def test_steps_and_outer_steps_are_requested_before_earlier_ones_are_answered() 
         ({"engine": onebox.Engine(overlap=True)}, r"islands and Engine\(overlap=True\)"),
     ],
 )
-def test_what_does_not_go_together_is_refused(more: dict[str, Any], message: str, pools: Shelf) -> None:
+def test_what_does_not_go_together_is_refused(more: dict[str, Any], message: str, pools: Pools) -> None:
     model = CASES["mlp"].model()
     arguments: dict[str, Any] = {"pool": pools(2), "islands": [[0], [1]], **more}
     with pytest.raises(UsageError, match=message):
         onebox.Trainer(model, CASES["mlp"].loss, OPTIMIZERS["sgd"](model), **arguments)
 
 
-def test_the_first_batch_has_samples_for_each_island(pools: Shelf) -> None:
+def test_the_first_batch_has_samples_for_each_island(pools: Pools) -> None:
     with pytest.raises(UsageError, match="the first batch has 1 sample"):
         islands(pools(2), "mlp", [[0], [1]], [1])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,11 @@ from torch import Tensor, nn
 import onebox
 from onebox.errors import ReplicasParted, UsageError
 from onebox.plan import ASYNC, Plan, Stage
-from tests.late import train_late
-from tests.process.shelf import Shelf
-from tests.reference import Outcome, assert_same
-from tests.trainer_arguments import grouped
+from tests.kit.late import train_late
+from tests.kit.pools import Pools
+from tests.kit.reference import Outcome, assert_same
+from tests.kit.stages import outcome
+from tests.kit.trainer_arguments import grouped
 
 WIDTH, SAMPLES, MICRO_BATCH, STEPS, WARM_UP = 6, 4, 2, 6, 2
 
@@ -81,15 +82,10 @@ def trainer_on(pool: onebox.Pool, model: nn.Module, optimizer: torch.optim.Optim
     return onebox.Trainer(model, nn.functional.mse_loss, optimizer, **grouped(pool=pool, **arguments))
 
 
-def outcome(trainer: onebox.Trainer, losses: Sequence[Any]) -> Outcome:
-    tensors = {name.removeprefix("model."): tensor for name, tensor in trainer.tensors().items()}
-    return Outcome(losses=[float(loss) for loss in losses], norms=[], tensors=tensors)
-
-
 @pytest.mark.parametrize("delay", ["none", "predict"])
 @pytest.mark.parametrize("made", [frozen, detached])
 def test_what_is_not_trained_has_no_versions(
-    made: Callable[[], nn.Module], delay: str, pools: Shelf, tmp_path: Path
+    made: Callable[[], nn.Module], delay: str, pools: Pools, tmp_path: Path
 ) -> None:
     """In a stage alone, or beside what is trained; also where the run is saved, and goes on from there."""
     pool, model = pools(2), made()
@@ -116,7 +112,7 @@ def test_what_is_not_trained_has_no_versions(
 
 
 @pytest.mark.parametrize("delay", ["predict", "extrapolate"])
-def test_rates_that_change_where_late_steps_begin(delay: str, pools: Shelf, tmp_path: Path) -> None:
+def test_rates_that_change_where_late_steps_begin(delay: str, pools: Pools, tmp_path: Path) -> None:
     """What weights are expected to become is by the rate of the first late step, also where the run begins with it."""
     rates = [0.1, 0.02, 0.2, 0.05, 0.15, 0.01, 0.1]
 
@@ -154,7 +150,7 @@ def data_parallel() -> Plan:
 
 
 @pytest.mark.parametrize("options", [{"overlap": True, "staleness": 0}, {"warm_up": 0}], ids=str)
-def test_a_norm_that_never_came_is_told_after_the_end_and_others_go_on(options: dict[str, Any], pools: Shelf) -> None:
+def test_a_norm_that_never_came_is_told_after_the_end_and_others_go_on(options: dict[str, Any], pools: Pools) -> None:
     pool, model, other = pools(2), plain(), plain()
     with trainer_on(pool, other, sgd(other), plan=data_parallel(), staleness=0) as lasting:
         lasting.step(*batches()[0]).item()
@@ -166,7 +162,7 @@ def test_a_norm_that_never_came_is_told_after_the_end_and_others_go_on(options: 
         assert lasting.step(*batches()[1]).item() > 0
 
 
-def test_an_evaluation_that_only_some_were_told_of_is_the_end(pools: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_evaluation_that_only_some_were_told_of_is_the_end(pools: Pools, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next step of a pipeline would get what is left of it."""
     pool, model = pools(2), plain()
     posted: list[int] = []
@@ -191,7 +187,7 @@ def test_an_evaluation_that_only_some_were_told_of_is_the_end(pools: Shelf, monk
 
 
 @pytest.mark.parametrize("change", ["a group more", "a parameter thawed", "a parameter frozen"])
-def test_what_is_trained_stays_what_it_was(change: str, pools: Shelf) -> None:
+def test_what_is_trained_stays_what_it_was(change: str, pools: Pools) -> None:
     """It would have to be brought to the workers anew; nothing is done, and what has been trained can be had."""
     pool, model = pools(2), frozen()
     optimizer = torch.optim.SGD([*model[1:].parameters(), model[0].weight], lr=0.1)

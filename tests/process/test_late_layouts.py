@@ -12,13 +12,13 @@ from msgspec.structs import replace
 import onebox
 from onebox.plan import ASYNC, Plan, Stage
 from onebox.report.tables.memory import compare_memory
-from tests.late import train_late
-from tests.models import CASES, OPTIMIZERS
-from tests.process.shelf import Shelf
-from tests.process.stages import SEED, segments, staged
+from tests.kit.late import train_late
+from tests.kit.models import CASES, OPTIMIZERS
+from tests.kit.pools import Pools
+from tests.kit.reference import Outcome, assert_same, drawing
+from tests.kit.stages import SEED, segments, staged, tensors_of
+from tests.kit.trainer_arguments import grouped
 from tests.process.test_precision import AGREE, Rounding, batches, furthest, narrowed, sgd
-from tests.reference import Outcome, assert_same, drawing
-from tests.trainer_arguments import grouped
 
 SIZES = (4, 4, 3, 4, 4, 4)
 """Samples of each batch; the odd one has a smaller micro-batch."""
@@ -63,11 +63,8 @@ def layout(name: str, which: str) -> Plan:
 def reference(name: str, plan: Plan, optimizer: str, **options: Any) -> Outcome:
     case, model = CASES[name], CASES[name].model()
 
-    def cut(size: int) -> list[int]:
-        return [part.size for part in plan.micro_batches(size)]
-
     around = drawing(SEED) if case.draws else None
-    given = case.loss, OPTIMIZERS[optimizer](model), case.batches(list(SIZES)), cut
+    given = case.loss, OPTIMIZERS[optimizer](model), case.batches(list(SIZES)), plan
     return train_late(model, *given, around=around, **options)
 
 
@@ -79,7 +76,7 @@ def trainer_on(pool: onebox.Pool, name: str, plan: Plan, optimizer: str, delay: 
 
 def steps(trainer: onebox.Trainer, name: str, first: int = 0, last: int = len(SIZES)) -> Outcome:
     losses = [trainer.step(*batch) for batch in CASES[name].batches(list(SIZES))[first:last]]
-    tensors = {name.removeprefix("model."): tensor for name, tensor in trainer.tensors().items()}
+    tensors = tensors_of(trainer)
     norms = [loss.gradient_norm or 0.0 for loss in losses]
     return Outcome(losses=[float(loss) for loss in losses], norms=norms, tensors=tensors)
 
@@ -105,7 +102,7 @@ RUNS = [
 
 
 @pytest.mark.parametrize(("name", "which", "optimizer", "delay"), RUNS)
-def test_late_gradients_wherever_things_are(name: str, which: str, optimizer: str, delay: str, pools: Shelf) -> None:
+def test_late_gradients_wherever_things_are(name: str, which: str, optimizer: str, delay: str, pools: Pools) -> None:
     """Replicas are compared after each step; the memory is the predicted one."""
     plan = layout(name, which)
     clipping = {"clip_grad_norm": 0.5} if which == "split in stages" or "tied" in which else {}
@@ -119,7 +116,7 @@ def test_late_gradients_wherever_things_are(name: str, which: str, optimizer: st
 
 
 @pytest.mark.parametrize(("which", "devices"), [("stages", (0, (1, 2))), ("replicas", (0, 1))])
-def test_stages_of_bf16_round_the_version_that_a_step_is_computed_with(which: str, devices: Any, pools: Shelf) -> None:
+def test_stages_of_bf16_round_the_version_that_a_step_is_computed_with(which: str, devices: Any, pools: Pools) -> None:
     """Once a step, though what is left of it is computed a window later; the same products as in one process."""
     plan = staged("cnn", devices, micro_batch=3, schedule=ASYNC)
     plan = narrowed(plan if which == "stages" else Plan.data_parallel(devices, (1.0, 1.0), micro_batch=3))
@@ -127,7 +124,7 @@ def test_stages_of_bf16_round_the_version_that_a_step_is_computed_with(which: st
     given: dict[str, Any] = {"pool": pools(4), "plan": plan, "staleness": 1, "delay": "predict", "warm_up": 0}
     with onebox.Trainer(model, case.loss, sgd(model), **grouped(**given)) as trainer:
         losses = [float(trainer.step(*batch)) for batch in batches(case, WIDE)]
-        tensors = {name.removeprefix("model."): tensor for name, tensor in trainer.tensors().items()}
+        tensors = tensors_of(trainer)
         for one in compare_memory(trainer.predicted_curves(*batches(case, WIDE)[-1]), trainer.events(), len(WIDE) - 1):
             assert (one.difference_bytes, one.where) == (0, ""), one.device
     found = Outcome(losses=losses, norms=[], tensors=tensors)
@@ -141,7 +138,7 @@ def test_stages_of_bf16_round_the_version_that_a_step_is_computed_with(which: st
     assert furthest(found, rounded) < AGREE < furthest(found, wide) / 5
 
 
-def test_a_checkpoint_of_a_state_that_is_shared_out_has_its_versions(pools: Shelf, tmp_path: Path) -> None:
+def test_a_checkpoint_of_a_state_that_is_shared_out_has_its_versions(pools: Pools, tmp_path: Path) -> None:
     """On other replicas, too, which hand out what each of them steps."""
     plan = layout("mlp", "shared out")
     with trainer_on(pools(4), "mlp", plan, "adamw", "both") as trainer:

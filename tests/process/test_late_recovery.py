@@ -8,11 +8,11 @@ import onebox
 from onebox.plan import ASYNC
 from onebox.pool import Fault, open_pool
 from onebox.pool.backends.local import LocalSource
-from tests.models import CASES, OPTIMIZERS
-from tests.process.stages import SEED
+from tests.kit.models import CASES, OPTIMIZERS
+from tests.kit.reference import Outcome, assert_same
+from tests.kit.stages import SEED
+from tests.kit.trainer_arguments import grouped
 from tests.process.test_late_layouts import SIZES, layout, reference, steps
-from tests.reference import Outcome, assert_same
-from tests.trainer_arguments import grouped
 
 
 @pytest.mark.parametrize(("which", "delay"), [("stages", "predict"), ("shared out", "both")])

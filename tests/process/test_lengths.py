@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import onebox
-from tests.models import CLASSES
-from tests.process.shelf import Shelf
+from tests.kit.models import CLASSES
+from tests.kit.pools import Pools
 
 WORDS, MICRO_BATCH = 11, 3
 
@@ -89,7 +89,7 @@ def said(caplog: pytest.LogCaptureFixture, text: str) -> list[logging.LogRecord]
     return [record for record in caplog.records if text in record.getMessage()]
 
 
-def test_padded_batches_are_captured_for_each_bucket(pools: Shelf, caplog: pytest.LogCaptureFixture) -> None:
+def test_padded_batches_are_captured_for_each_bucket(pools: Pools, caplog: pytest.LogCaptureFixture) -> None:
     given = batches((3, 5, 2, 4, 7, 6, 8, 1, 3))
     model, other = build(Unrolled), build(Unrolled)
     pad = onebox.Buckets(sizes=(4, 8))
@@ -117,7 +117,7 @@ def test_padded_batches_are_captured_for_each_bucket(pools: Shelf, caplog: pytes
     assert len(said(caplog, "for training")) == 1  # beside the first capture, of which nothing is said
 
 
-def test_padding_changes_nothing_for_a_model_that_masks(pools: Shelf) -> None:
+def test_padding_changes_nothing_for_a_model_that_masks(pools: Pools) -> None:
     given = batches((3, 5, 2, 7))
     model, other = build(Sums), build(Sums)
     pad = onebox.Buckets(multiple=4)
@@ -135,7 +135,7 @@ def test_padding_changes_nothing_for_a_model_that_masks(pools: Shelf) -> None:
 
 
 @pytest.mark.parametrize("kind", [Sums, Unrolled])
-def test_lengths_that_vary(kind: type[Sums], pools: Shelf, caplog: pytest.LogCaptureFixture) -> None:
+def test_lengths_that_vary(kind: type[Sums], pools: Pools, caplog: pytest.LogCaptureFixture) -> None:
     given = batches((3, 5, 4, 7, 6, 8, 3, 2, 9))
     model, other = build(kind), build(kind)
     with (
@@ -161,7 +161,7 @@ def test_lengths_that_vary(kind: type[Sums], pools: Shelf, caplog: pytest.LogCap
         assert [record.levelname for record in warned] == ["WARNING"]
 
 
-def test_a_length_beyond_the_buckets_is_refused_before_the_step(pools: Shelf) -> None:
+def test_a_length_beyond_the_buckets_is_refused_before_the_step(pools: Pools) -> None:
     model = build(Sums)
     with onebox.Trainer(
         model, functional.cross_entropy, sgd(model), pool=pools(1), pad=onebox.Buckets(sizes=(4,))

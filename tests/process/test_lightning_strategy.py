@@ -19,7 +19,7 @@ from onebox.engine.workload.batch import as_batch
 from onebox.errors import UsageError
 from onebox.plan import Plan, Stage
 from onebox.pool import Fault, open_pool
-from tests.process.shelf import Shelf
+from tests.kit.pools import Pools
 
 lightning = pytest.importorskip("lightning")
 
@@ -139,7 +139,7 @@ def require_same(ours: Run, plain: Run, tolerance: float, *, last: bool = False)
     assert max((a - b).abs().max().item() for a, b in pairs) <= tolerance
 
 
-def test_a_run_logs_what_that_on_the_cpu_logs(tmp_path: Path, pools: Shelf) -> None:
+def test_a_run_logs_what_that_on_the_cpu_logs(tmp_path: Path, pools: Pools) -> None:
     """Losses, rates, validations, and the weights that callbacks see at the end of each epoch."""
     strategy = OneboxStrategy(pools(2), plan=onebox.DataParallel(micro_batch=2))
     require_same(Run(tmp_path / "ours", strategy), Run(tmp_path / "plain"), EXACT)
@@ -158,7 +158,7 @@ def test_a_run_logs_what_that_on_the_cpu_logs(tmp_path: Path, pools: Shelf) -> N
     ],
 )
 def test_other_runs_log_what_those_on_the_cpu_log(
-    workers: int, plan: Any, tolerance: float, more: dict[str, Any], tmp_path: Path, pools: Shelf
+    workers: int, plan: Any, tolerance: float, more: dict[str, Any], tmp_path: Path, pools: Pools
 ) -> None:
     strategy = OneboxStrategy(pools(workers), plan=plan)
     require_same(Run(tmp_path / "ours", strategy, **more), Run(tmp_path / "plain", **more), tolerance)
@@ -174,7 +174,7 @@ class Segments(callbacks.Callback):
             self.names = strategy.planned.captures.segments(batch, 2)
 
 
-def test_a_pipeline_logs_what_the_cpu_logs(tmp_path: Path, pools: Shelf) -> None:
+def test_a_pipeline_logs_what_the_cpu_logs(tmp_path: Path, pools: Pools) -> None:
     seen = Segments()
     Run(tmp_path / "seen", OneboxStrategy(pools(2)), max_epochs=-1, max_steps=1, callbacks=[seen])
     halves = seen.names[: len(seen.names) // 2], seen.names[len(seen.names) // 2 :]
@@ -184,7 +184,7 @@ def test_a_pipeline_logs_what_the_cpu_logs(tmp_path: Path, pools: Shelf) -> None
 
 
 @pytest.mark.parametrize("first", ["planned", "plain"])
-def test_a_checkpoint_of_one_is_resumed_by_the_other(first: str, tmp_path: Path, pools: Shelf) -> None:
+def test_a_checkpoint_of_one_is_resumed_by_the_other(first: str, tmp_path: Path, pools: Pools) -> None:
     kinds = {
         "planned": lambda: OneboxStrategy(pools(2), plan=onebox.DataParallel(micro_batch=2)),
         "plain": lambda: "auto",
@@ -202,7 +202,7 @@ def test_a_checkpoint_of_one_is_resumed_by_the_other(first: str, tmp_path: Path,
         assert [type(each) for each in left[0]] == [type(each) for each in right[0]]
 
 
-def test_a_resumed_run_draws_the_random_numbers_of_the_whole_one(tmp_path: Path, pools: Shelf) -> None:
+def test_a_resumed_run_draws_the_random_numbers_of_the_whole_one(tmp_path: Path, pools: Pools) -> None:
     whole = Run(tmp_path / "whole", OneboxStrategy(pools(2)), module=Digits(0.3).double())
     start = tmp_path / "whole" / "epoch=0.ckpt"
     rest = Run(tmp_path / "rest", OneboxStrategy(pools(2)), module=Digits(0.3).double(), resume=start)
@@ -236,7 +236,7 @@ def test_a_run_that_fails_leaves_the_present_weights(tmp_path: Path) -> None:
     assert max((a - b).abs().max().item() for a, b in zip(*found, strict=True)) <= EXACT
 
 
-def test_a_strategy_serves_further_runs(tmp_path: Path, pools: Shelf) -> None:
+def test_a_strategy_serves_further_runs(tmp_path: Path, pools: Pools) -> None:
     strategy = OneboxStrategy(pools(2))
     ours, plain = Run(tmp_path / "ours", strategy), Run(tmp_path / "plain")
     loader = DataLoader(TensorDataset(torch.ones(8, 8), torch.zeros(8, dtype=torch.int64)), batch_size=8)
@@ -351,7 +351,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_a_plan_does_not_do_is_refused_before_a_step(case: str, tmp_path: Path, pools: Shelf) -> None:
+def test_what_a_plan_does_not_do_is_refused_before_a_step(case: str, tmp_path: Path, pools: Pools) -> None:
     module, more, said = REFUSED[case]
     made = module()
     before = [parameter.clone() for parameter in made.double().parameters()]

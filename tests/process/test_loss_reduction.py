@@ -18,8 +18,8 @@ import onebox
 from onebox.engine.workload import captures
 from onebox.errors import UsageError
 from onebox.plan import Plan, Stage
-from tests.process.shelf import Shelf
-from tests.trainer_arguments import grouped
+from tests.kit.pools import Pools
+from tests.kit.trainer_arguments import grouped
 
 CLASSES = 4
 FEATURES = 5
@@ -173,7 +173,7 @@ def all_at_once(model: nn.Module, case: Case) -> float:
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", CASES)
-def test_the_result_is_that_of_the_whole_batch(name: str, way: str, pools: Shelf) -> None:
+def test_the_result_is_that_of_the_whole_batch(name: str, way: str, pools: Pools) -> None:
     case = CASES[name]
     model = case.model()
     options = {**WAYS[way], "loss_reduction": case.reduction}
@@ -204,7 +204,7 @@ def segments(model: nn.Module, case: Case, pool: Any) -> Sequence[str]:
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1"])
 @pytest.mark.parametrize("name", ["class weights", "sum", "a share of ignored alone", "tokens"])
-def test_pipelines_give_the_result_of_the_whole_batch(name: str, schedule: str, pools: Shelf) -> None:
+def test_pipelines_give_the_result_of_the_whole_batch(name: str, schedule: str, pools: Pools) -> None:
     case = CASES[name]
     model = case.model()
     plan = pipeline(segments(model, case, pools(2)), schedule)
@@ -217,7 +217,7 @@ def test_pipelines_give_the_result_of_the_whole_batch(name: str, schedule: str, 
 
 
 @pytest.mark.parametrize("cache", [None, "1MiB"])
-def test_uploads_and_samples_that_stay_have_their_weights(cache: str | None, pools: Shelf) -> None:
+def test_uploads_and_samples_that_stay_have_their_weights(cache: str | None, pools: Pools) -> None:
     case = CASES["tokens"]
     data = [*case.data, *case.data]
     case = Case(model=Language, loss=case.loss, reduction=case.reduction, data=data)
@@ -235,7 +235,7 @@ def test_uploads_and_samples_that_stay_have_their_weights(cache: str | None, poo
     assert_equal(model, found, case)
 
 
-def test_steps_that_overlap_have_their_own_weights(pools: Shelf) -> None:
+def test_steps_that_overlap_have_their_own_weights(pools: Pools) -> None:
     """In an asynchronous pipeline the end of backward comes in the window of the next step, which has other weights."""
     case = CASES["tokens"]
     options: dict[str, Any] = {"loss_reduction": case.reduction, "staleness": 1, "delay": "none", "warm_up": 0}
@@ -274,7 +274,7 @@ def test_steps_are_done_again_with_their_weights() -> None:
     assert_equal(model, found, case)
 
 
-def test_a_run_goes_on_from_a_checkpoint(tmp_path: Path, pools: Shelf) -> None:
+def test_a_run_goes_on_from_a_checkpoint(tmp_path: Path, pools: Pools) -> None:
     case = CASES["class weights"]
     model = case.model()
     with onebox.Trainer(
@@ -298,7 +298,7 @@ def test_a_run_goes_on_from_a_checkpoint(tmp_path: Path, pools: Shelf) -> None:
     assert_equal(model, losses, case)
 
 
-def test_batch_norm_sees_the_samples_of_a_micro_batch_without_targets(pools: Shelf) -> None:
+def test_batch_norm_sees_the_samples_of_a_micro_batch_without_targets(pools: Pools) -> None:
     """Other targets take the place of ignored ones, but inputs stay; so do the running statistics."""
     data = batches([6, 6], [[0, 1, 2], [3, 4, 5]])
 
@@ -371,14 +371,14 @@ def refused(loss: Loss, data: Batches, pool: Any, **options: Any) -> str:
         (rmse, "the loss is no mean over samples"),
     ],
 )
-def test_what_is_no_mean_over_samples_is_refused(loss: Loss, words: str, workers: int, pools: Shelf) -> None:
+def test_what_is_no_mean_over_samples_is_refused(loss: Loss, words: str, workers: int, pools: Pools) -> None:
     said = refused(loss, batches([8]), pools(workers))
     assert words in said
     assert "loss_reduction" in said
 
 
 @pytest.mark.parametrize("loss", [functional.cross_entropy, masked, nn.CrossEntropyLoss(label_smoothing=0.1)])
-def test_later_batches_whose_targets_are_ignored_unevenly_are_refused(loss: Loss, pools: Shelf) -> None:
+def test_later_batches_whose_targets_are_ignored_unevenly_are_refused(loss: Loss, pools: Pools) -> None:
     said = refused(loss, batches([8, 8, 8], [[], [1, 6], [0, 1]]), pools(2), micro_batch=4)
     assert "That is 2 for the 4 samples of micro-batch 0 and 4 for the 4 of micro-batch 1" in said
     assert "loss_reduction=onebox.Weighted" in said
@@ -404,7 +404,7 @@ def evidence(outputs: tuple[Tensor, Tensor, Tensor], targets: Tensor) -> Tensor:
     return apart - 0.5 * (1 + logvar - mean.square() - logvar.exp()).sum()
 
 
-def test_a_model_that_draws_random_numbers_is_checked(pools: Shelf) -> None:
+def test_a_model_that_draws_random_numbers_is_checked(pools: Pools) -> None:
     inputs = batches([8])[0][0].sigmoid()
     for loss, mean in ((evidence, False), (lambda found, targets: functional.mse_loss(found[0], targets), True)):
         model = Variational()
@@ -430,7 +430,7 @@ def test_the_check_uses_captures_of_training(
     samples: int,
     micro_batch: int,
     expected: Sequence[tuple[int, str]],
-    pools: Shelf,
+    pools: Pools,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     made: list[tuple[int, str]] = []
@@ -456,7 +456,7 @@ class Balanced(nn.Module):
         return loss + outputs.mean(0).square().sum() if self.training else loss
 
 
-def test_what_is_computed_in_training_alone_is_checked(pools: Shelf) -> None:
+def test_what_is_computed_in_training_alone_is_checked(pools: Pools) -> None:
     model, plan = mlp(), onebox.DataParallel(micro_batch=2)
     with (
         onebox.Trainer(model, Balanced(), sgd(model), pool=pools(1), plan=plan) as trainer,
@@ -465,7 +465,7 @@ def test_what_is_computed_in_training_alone_is_checked(pools: Shelf) -> None:
         trainer.step(*batches([8])[0])
 
 
-def test_with_mean_nothing_is_refused(pools: Shelf) -> None:
+def test_with_mean_nothing_is_refused(pools: Pools) -> None:
     data, model, expected = batches([8]), mlp(), mlp()
     with onebox.Trainer(model, weighted_ce, sgd(model), pool=pools(2), loss_reduction="mean") as trainer:
         loss = trainer.step(*data[0]).item()
@@ -474,7 +474,7 @@ def test_with_mean_nothing_is_refused(pools: Shelf) -> None:
     assert loss == pytest.approx(sum(means) / 2, abs=1e-10)
 
 
-def test_a_contrastive_loss_is_exact_in_one_micro_batch(pools: Shelf) -> None:
+def test_a_contrastive_loss_is_exact_in_one_micro_batch(pools: Pools) -> None:
     case = Case(loss=contrastive, reduction=None, data=batches(SIZES))
     model = case.model()
     with onebox.Trainer(model, case.loss, sgd(model), pool=pools(1)) as trainer:
@@ -483,7 +483,7 @@ def test_a_contrastive_loss_is_exact_in_one_micro_batch(pools: Shelf) -> None:
     assert_equal(model, losses, case)
 
 
-def test_synchronized_batch_norm_needs_one_micro_batch(pools: Shelf) -> None:
+def test_synchronized_batch_norm_needs_one_micro_batch(pools: Pools) -> None:
     def synchronized() -> nn.Module:
         return mlp(nn.SyncBatchNorm(8))
 
@@ -530,7 +530,7 @@ def huber(outputs: Tensor, targets: Tensor) -> Tensor:
         ridge,
     ],
 )
-def test_means_over_samples_are_not_refused(loss: Loss, pools: Shelf) -> None:
+def test_means_over_samples_are_not_refused(loss: Loss, pools: Pools) -> None:
     case = Case(loss=loss, reduction=None, data=batches(SIZES))
     model = case.model()
     with onebox.Trainer(
@@ -564,7 +564,7 @@ class Named(nn.Module):
     ],
     ids=["norm and dropout", "norm without running statistics", "dict", "float32", "layer norm", "bfloat16"],
 )
-def test_models_of_all_kinds_are_not_refused(model: Callable[[], nn.Module], loss: Loss, pools: Shelf) -> None:
+def test_models_of_all_kinds_are_not_refused(model: Callable[[], nn.Module], loss: Loss, pools: Pools) -> None:
     made = model()
     dtype = next(made.parameters()).dtype
     with onebox.Trainer(made, loss, sgd(made), pool=pools(2), plan=onebox.DataParallel(micro_batch=4)) as trainer:
@@ -572,7 +572,7 @@ def test_models_of_all_kinds_are_not_refused(model: Callable[[], nn.Module], los
             assert trainer.step(x_BD.to(dtype), y_B).item() > 0
 
 
-def test_autocast_is_not_refused(pools: Shelf) -> None:
+def test_autocast_is_not_refused(pools: Pools) -> None:
     model = mlp(dtype=torch.float32)
     with onebox.Trainer(
         model,
@@ -586,7 +586,7 @@ def test_autocast_is_not_refused(pools: Shelf) -> None:
             assert trainer.step(x_BD.float(), y_B).item() > 0
 
 
-def test_a_pipeline_checks_what_its_stages_compute(pools: Shelf) -> None:
+def test_a_pipeline_checks_what_its_stages_compute(pools: Pools) -> None:
     case = Case(loss=functional.cross_entropy, reduction=None, data=batches(SIZES))
     model = case.model()
     plan = pipeline(segments(model, case, pools(2)), micro_batch=3)
@@ -597,7 +597,7 @@ def test_a_pipeline_checks_what_its_stages_compute(pools: Shelf) -> None:
     assert_equal(model, losses, case)
 
 
-def test_what_is_no_reduction_is_refused(pools: Shelf) -> None:
+def test_what_is_no_reduction_is_refused(pools: Pools) -> None:
     model = mlp()
     with pytest.raises(UsageError, match=r"loss_reduction='total': allowed are None"):
         onebox.Trainer(model, summed, sgd(model), pool=pools(1), loss_reduction="total")  # type: ignore[arg-type]

@@ -24,11 +24,11 @@ from onebox.plan_names import GradientCodec
 from onebox.pool import Fault, Link, open_pool, raise_first
 from onebox.wire.protocol.instructions import Ask
 from onebox.wire.protocol.responses import Digest, WorkerMemory
-from tests.models import CASES, OPTIMIZERS
-from tests.process.shelf import Shelf
-from tests.process.stages import SEED, run, segments, staged
-from tests.reference import CODE_BLOCK, Outcome, assert_same, call, clipped, coded, sizes_of, state_of, train
-from tests.trainer_arguments import grouped
+from tests.kit.models import CASES, OPTIMIZERS
+from tests.kit.pools import Pools
+from tests.kit.reference import CODE_BLOCK, Outcome, assert_same, call, clipped, coded, sizes_of, state_of, train
+from tests.kit.stages import SEED, run, segments, staged
+from tests.kit.trainer_arguments import grouped
 
 SIZES = (8, 8, 5, 8, 8)
 LOSSY: dict[str, Any] = {"lossy": ("gradients",), "check_every": 1}
@@ -214,14 +214,14 @@ MLP = in_order("mlp")
 
 @pytest.mark.parametrize("codec", ["bf16", "int8", "e3m0"])
 @pytest.mark.parametrize("count", [2, 3, 4])
-def test_replicas_train_as_the_plain_implementation_does(pools: Shelf, count: int, codec: GradientCodec) -> None:
+def test_replicas_train_as_the_plain_implementation_does(pools: Pools, count: int, codec: GradientCodec) -> None:
     plan = lossy(replicas(count), codec)
     found = run(pools(count), "mlp", plan, SIZES, optimizer="sgd", **LOSSY)
     assert_alike(found, plain("mlp", plan, [(0, MLP, PlainSum(codec, count))]))
 
 
 @pytest.mark.parametrize("options", [{}, {"overlap": True}])
-def test_each_bucket_keeps_what_it_lost(pools: Shelf, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> None:
+def test_each_bucket_keeps_what_it_lost(pools: Pools, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> None:
     """Also where a replica has no micro-batch of a batch, and where exact steps overlap."""
     monkeypatch.setattr(gradients, "BUCKET_BYTES", 1)
     plan = lossy(replicas(3, [3.0, 2.0, 1.0]), "int8")
@@ -243,7 +243,7 @@ class Mixed(nn.Module):
         return self.last(self.middle(self.first(x).tanh().bfloat16()).tanh().float())
 
 
-def test_exact_buckets_between_coded_ones_keep_the_order(pools: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exact_buckets_between_coded_ones_keep_the_order(pools: Pools, monkeypatch: pytest.MonkeyPatch) -> None:
     """A replica without a micro-batch has all buckets ready at once, the other one after the other."""
     monkeypatch.setattr(gradients, "BUCKET_BYTES", 1)
 
@@ -261,7 +261,7 @@ def test_exact_buckets_between_coded_ones_keep_the_order(pools: Shelf, monkeypat
     assert losses("int8") == pytest.approx(losses("none"), rel=0.05)
 
 
-def test_owners_of_the_optimizers_state_sum_once(pools: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_owners_of_the_optimizers_state_sum_once(pools: Pools, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gradients, "BUCKET_BYTES", 1)
     plan = replace(lossy(replicas(3), "int8"), optimizer="sharded")
     found = run(pools(3), "mlp", plan, SIZES, optimizer="sgd", clip_grad_norm=0.3, **LOSSY)
@@ -269,7 +269,7 @@ def test_owners_of_the_optimizers_state_sum_once(pools: Shelf, monkeypatch: pyte
     assert_same(found, plain("mlp", plan, buckets, max_norm=0.3))
 
 
-def test_stages_choose_for_themselves(pools: Shelf) -> None:
+def test_stages_choose_for_themselves(pools: Pools) -> None:
     """The last stage sums exactly, the first as int8."""
     plan = staged("mlp", [(0, 1), (2, 3)])
     plan = replace(plan, stages=(replace(plan.stages[0], gradients="int8"), plan.stages[1]))
@@ -281,7 +281,7 @@ def test_stages_choose_for_themselves(pools: Shelf) -> None:
     assert_same(found, plain("mlp", plan, buckets))
 
 
-def test_copies_beside_shards_are_summed_alike(pools: Shelf) -> None:
+def test_copies_beside_shards_are_summed_alike(pools: Pools) -> None:
     """Where layers are split, each rank of a replica has a copy of what is not: blocks of codes hold no shards then."""
     case, model, pool = CASES["mlp"], CASES["mlp"].model(), pools(4)
     stage = Stage(segments=segments("mlp"), replicas=((0, 1), (2, 3)), shares=(1.0, 1.0), gradients="int8")
@@ -297,7 +297,7 @@ def test_copies_beside_shards_are_summed_alike(pools: Shelf) -> None:
     assert len({result.value for answer in answers for result in answer.results if isinstance(result, Digest)}) == 1
 
 
-def test_an_interrupted_codec_leaves_nothing_behind_and_memory_is_foreseen(pools: Shelf) -> None:
+def test_an_interrupted_codec_leaves_nothing_behind_and_memory_is_foreseen(pools: Pools) -> None:
     """A trainer's residuals are in its forecast, to the byte, and gone when it is closed."""
     pool = pools(2)
     case = CASES["mlp"]
@@ -328,7 +328,7 @@ def test_an_interrupted_codec_leaves_nothing_behind_and_memory_is_foreseen(pools
         assert [memory.used_bytes for memory in _memory(pool)] == before
 
 
-def test_a_step_that_does_not_fit_with_its_codec_is_refused(pools: Shelf) -> None:
+def test_a_step_that_does_not_fit_with_its_codec_is_refused(pools: Pools) -> None:
     model = CASES["mlp"].model()
     plan = replace(lossy(replicas(2), "int8"), memory_bytes=(9000, 9000))
     arguments: dict[str, Any] = {"pool": pools(2), "plan": plan, "lossy": ("gradients",)}
@@ -345,7 +345,7 @@ def _memory(pool: onebox.Pool) -> list[WorkerMemory]:
 
 @pytest.mark.parametrize(("codec", "sharded"), [("int8", False), ("int8", True), ("powersgd", False)])
 def test_a_resumed_run_goes_on_with_what_was_lost(
-    pools: Shelf, tmp_path: Path, codec: GradientCodec, sharded: bool
+    pools: Pools, tmp_path: Path, codec: GradientCodec, sharded: bool
 ) -> None:
     """With the same bits, also if it was saved again before its first step; and from zero with another plan."""
     case, pool = CASES["mlp"], pools(3)
@@ -379,7 +379,7 @@ def test_a_resumed_run_goes_on_with_what_was_lost(
         other.step(*batches[3]).item()
 
 
-def test_a_plan_that_is_prepared_leaves_what_was_lost_alone(pools: Shelf, tmp_path: Path) -> None:
+def test_a_plan_that_is_prepared_leaves_what_was_lost_alone(pools: Pools, tmp_path: Path) -> None:
     """Also in a save meanwhile, and if it is dropped; its own begins when it takes over."""
     case, pool, batches = CASES["mlp"], pools(3), CASES["mlp"].batches([8] * 6)
     plan, fewer = lossy(replicas(3), "int8"), lossy(replicas(2), "int8")
@@ -442,7 +442,7 @@ def travelled(value: Tensor, codec: GradientCodec) -> Tensor:
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 @pytest.mark.parametrize(("forth", "back"), [("int8", "int8"), ("bf16", "none"), ("none", "int8")])
 def test_values_between_stages_travel_in_their_codecs(
-    pools: Shelf, forth: GradientCodec, back: GradientCodec, schedule: str
+    pools: Pools, forth: GradientCodec, back: GradientCodec, schedule: str
 ) -> None:
     """What the first stage sends forward, and what the last one sends back; evaluations stay exact."""
     case = CASES["mlp"]
@@ -462,9 +462,6 @@ def test_values_between_stages_travel_in_their_codecs(
                 x = layer(Coded.apply(x, forth, back) if place == 2 else x)
             return x
 
-    def cut(size: int) -> list[int]:
-        return [part.size for part in plan.micro_batches(size)]
-
     other = case.model()
     with onebox.Trainer(
         other, case.loss, OPTIMIZERS["sgd"](other), pool=pools(2), plan=plan, lossy=("activations",)
@@ -474,7 +471,7 @@ def test_values_between_stages_travel_in_their_codecs(
         assert trainer.evaluate([batch]).loss == pytest.approx(exact, abs=1e-12)
     lossy_run: dict[str, Any] = {"lossy": ("activations",), "check_every": 1}
     found = run(pools(2), "mlp", plan, sizes, optimizer="sgd", **lossy_run)
-    expected = train(Cut(), case.loss, OPTIMIZERS["sgd"](model), case.batches(list(sizes)), cut)
+    expected = train(Cut(), case.loss, OPTIMIZERS["sgd"](model), case.batches(list(sizes)), plan)
     named = {name.removeprefix("model."): tensor for name, tensor in expected.tensors.items()}
     assert_alike(found, Outcome(losses=expected.losses, norms=expected.norms, tensors=named))
 
@@ -535,7 +532,7 @@ def test_a_recovered_run_goes_on_in_its_codec() -> None:
 # ---- refusals
 
 
-def test_a_plan_with_a_codec_needs_leave(pools: Shelf) -> None:
+def test_a_plan_with_a_codec_needs_leave(pools: Pools) -> None:
     model = CASES["mlp"].model()
     arguments: dict[str, Any] = {"pool": pools(2), "plan": lossy(replicas(2), "int8")}
     with pytest.raises(UsageError, match=r"the plan sends gradients as int8.*lossy=\('gradients',\)"):
@@ -587,7 +584,7 @@ def _layers(plan: Plan, stage: int) -> set[str]:
 
 
 @pytest.mark.parametrize("options", [{}, {"overlap": True}, {"optimizer": "sharded"}])
-def test_powersgd_is_that_of_its_paper(pools: Shelf, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> None:
+def test_powersgd_is_that_of_its_paper(pools: Pools, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> None:
     """In float64 to 1e-10, for matrices that thin ones are clearly smaller than; other gradients are summed exactly."""
     monkeypatch.setattr(gradients, "BUCKET_BYTES", 256)
     more = dict(options)

@@ -15,10 +15,10 @@ from onebox.engine.workload.batch import as_batch
 from onebox.engine.workload.captures import Captures, CaptureSpec
 from onebox.plan import ActivationPolicy, Plan, Stage
 from onebox.report.tables.memory import compare_memory
-from tests.models import CASES, OPTIMIZERS
-from tests.process.shelf import Shelf
-from tests.process.stages import staged
-from tests.trainer_arguments import grouped
+from tests.kit.models import CASES, OPTIMIZERS
+from tests.kit.pools import Pools
+from tests.kit.stages import staged
+from tests.kit.trainer_arguments import grouped
 
 STEPS = 3
 BATCH = 8
@@ -55,7 +55,7 @@ RUNS: list[tuple[str, str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("name", "which", "options"), RUNS, ids=lambda value: value if isinstance(value, str) else "")
 def test_each_instruction_uses_what_was_predicted(
-    pools: Shelf, name: str, which: str, options: Mapping[str, Any]
+    pools: Pools, name: str, which: str, options: Mapping[str, Any]
 ) -> None:
     case, pool, plan = CASES[name], pools(2), plan_of(name, which)
     model = case.model()

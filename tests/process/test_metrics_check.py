@@ -12,7 +12,7 @@ from torch.nn import functional
 
 import onebox
 from onebox.errors import UsageError
-from tests.process.shelf import Shelf
+from tests.kit.pools import Pools
 
 Metric = Callable[[Any, Any], Tensor]
 
@@ -69,12 +69,12 @@ def evaluated(
         (recall, "metric 'found' is no mean over samples.*divides"),
     ],
 )
-def test_metrics_that_are_no_means_are_refused(metric: Metric, words: str, pools: Shelf) -> None:
+def test_metrics_that_are_no_means_are_refused(metric: Metric, words: str, pools: Pools) -> None:
     with pytest.raises(UsageError, match=words):
         evaluated(metric, batches(12), pools(2))
 
 
-def test_what_only_later_outputs_decide_is_refused(pools: Shelf) -> None:
+def test_what_only_later_outputs_decide_is_refused(pools: Pools) -> None:
     """In the first batch all outputs are alike."""
 
     def sure(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -86,12 +86,12 @@ def test_what_only_later_outputs_decide_is_refused(pools: Shelf) -> None:
         evaluated(sure, data, pools(2))
 
 
-def test_a_loss_of_an_evaluation_is_refused(pools: Shelf) -> None:
+def test_a_loss_of_an_evaluation_is_refused(pools: Pools) -> None:
     with pytest.raises(UsageError, match=r"the loss is no mean over samples.*loss_reduction=.sum"):
         evaluated(correct, batches(12), pools(2), loss=nn.CrossEntropyLoss(reduction="sum"))
 
 
-def test_with_a_reduction_metrics_alone_are_checked(pools: Shelf) -> None:
+def test_with_a_reduction_metrics_alone_are_checked(pools: Pools) -> None:
     loss = nn.CrossEntropyLoss(reduction="sum")
     found = evaluated(correct, batches(12), pools(2), loss=loss, loss_reduction="sum")
     assert 0 <= found.metrics["found"] <= 1
@@ -100,7 +100,7 @@ def test_with_a_reduction_metrics_alone_are_checked(pools: Shelf) -> None:
 
 
 @pytest.mark.parametrize("between", [nn.Dropout(0.5), nn.BatchNorm1d(8), nn.BatchNorm1d(8, track_running_stats=False)])
-def test_means_are_the_same_on_any_number_of_devices(between: nn.Module, pools: Shelf) -> None:
+def test_means_are_the_same_on_any_number_of_devices(between: nn.Module, pools: Pools) -> None:
     data = batches(12, 8)
     found = [evaluated(correct, data, pools(workers), between).metrics["found"] for workers in (1, 2)]
     assert 0 <= found[0] <= 1
@@ -108,6 +108,6 @@ def test_means_are_the_same_on_any_number_of_devices(between: nn.Module, pools: 
         assert found[0] == pytest.approx(found[1])
 
 
-def test_one_micro_batch_needs_no_mean(pools: Shelf) -> None:
+def test_one_micro_batch_needs_no_mean(pools: Pools) -> None:
     found = evaluated(count, batches(12), pools(1))
     assert found.metrics["found"] == round(found.metrics["found"])

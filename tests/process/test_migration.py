@@ -20,10 +20,10 @@ from onebox.plan import ASYNC, Action, Plan, Stage
 from onebox.plan.model.schedule import Kind
 from onebox.pool import Link
 from onebox.wire.protocol.requests import Define, Instruction, Routine, StoredProgram
-from tests.models import CASES, OPTIMIZERS
-from tests.process.shelf import Shelf, untouched
-from tests.process.stages import SEED, segments, staged
-from tests.trainer_arguments import grouped
+from tests.kit.models import CASES, OPTIMIZERS
+from tests.kit.pools import Pools, untouched
+from tests.kit.stages import SEED, segments, staged
+from tests.kit.trainer_arguments import grouped
 
 STEPS = 6
 
@@ -41,7 +41,7 @@ class Run(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def pool(pools: Shelf) -> onebox.Pool:
+def pool(pools: Pools) -> onebox.Pool:
     """One pool of four workers for all runs."""
     return pools(4)
 

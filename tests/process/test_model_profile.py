@@ -23,7 +23,7 @@ from onebox.engine.planning.profile import profile_model
 from onebox.engine.session import TrainingSession
 from onebox.errors import UsageError
 from onebox.plan import Action
-from tests.process.shelf import untouched
+from tests.kit.pools import untouched
 
 WIDTH, WIDE, BLOCKS, BATCH = 16, 1024, 9, 8
 

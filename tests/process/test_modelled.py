@@ -17,17 +17,17 @@ from msgspec.structs import replace
 import onebox
 from onebox.plan import ASYNC, Plan
 from onebox.pool import open_pool
-from tests.models import CASES, FATED, OPTIMIZERS
-from tests.process.shelf import untouched
-from tests.process.stages import reference, run, staged
+from tests.kit.models import CASES, FATED, OPTIMIZERS
+from tests.kit.pools import untouched
+from tests.kit.reference import Outcome, assert_same
+from tests.kit.stages import reference, run, staged, tensors_of
+from tests.kit.trainer_arguments import grouped
 from tests.process.test_islands import Reference as IslandsReference
 from tests.process.test_islands import islands
 from tests.process.test_migration import moved, trained
 from tests.process.test_offload import plan_for, trainer_on
 from tests.process.test_staleness import late
 from tests.process.test_staleness import run as run_late
-from tests.reference import Outcome, assert_same
-from tests.trainer_arguments import grouped
 
 SIZES = (6, 6, 5)
 ISLAND_SIZES = (9, 9, 8, 9, 9)
@@ -104,7 +104,7 @@ def test_recovery(pool: onebox.Pool) -> None:
             if number == 4:
                 os.kill(pool.process_ids[1], signal.SIGKILL)
             losses.append(trainer.step(*batch))
-        found = {name.removeprefix("model."): tensor for name, tensor in trainer.tensors().items()}
+        found = tensors_of(trainer)
         assert trainer.recoveries
     outcome = Outcome(losses=[float(loss) for loss in losses], norms=[], tensors=found)
     assert_same(outcome, reference("dropping", plan, [6] * 7))

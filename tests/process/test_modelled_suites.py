@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import warm
+from tests.kit import warm
 
 REPOSITORY = Path(__file__).parents[2]
 

@@ -12,10 +12,11 @@ import pytest
 
 import onebox
 from onebox.plan import Plan
-from tests.models import CASES, OPTIMIZERS
-from tests.process.shelf import Shelf
-from tests.reference import Outcome, assert_same, drawing, train
-from tests.trainer_arguments import grouped
+from tests.kit.models import CASES, OPTIMIZERS
+from tests.kit.pools import Pools
+from tests.kit.reference import Outcome, assert_same, drawing, train
+from tests.kit.stages import outcome
+from tests.kit.trainer_arguments import grouped
 
 SEED = 5
 STEPS = 20
@@ -76,9 +77,7 @@ def train_on(pool: onebox.Pool, run: Setting, sizes: list[int], **options: Any) 
     optimizer = OPTIMIZERS[run.optimizer](model)
     arguments = {**plan_of(run), "seed": SEED, "check_every": 1, **options}
     with onebox.Trainer(model, case.loss, optimizer, **grouped(pool=pool, **arguments)) as trainer:
-        losses = [trainer.step(*batch) for batch in case.batches(sizes)]
-        found = {name.removeprefix("model."): tensor for name, tensor in trainer.tensors().items()}
-    return Outcome(losses=[float(loss) for loss in losses], norms=[], tensors=found)
+        return outcome(trainer, [trainer.step(*batch) for batch in case.batches(sizes)])
 
 
 def train_here(run: Setting, sizes: list[int]) -> Outcome:
@@ -88,14 +87,11 @@ def train_here(run: Setting, sizes: list[int]) -> Outcome:
     weights = UNEVEN[run.workers] if run.shares == "uneven" else (1.0,) * run.workers
     plan = Plan.data_parallel(range(run.workers), weights, micro_batch=plan_of(run)["micro_batch"])
 
-    def cut(size: int) -> list[int]:
-        return [part.size for part in plan.micro_batches(size)]
-
     around = drawing(SEED) if case.draws else None
-    return train(model, case.loss, OPTIMIZERS[run.optimizer](model), case.batches(sizes), cut, around=around)
+    return train(model, case.loss, OPTIMIZERS[run.optimizer](model), case.batches(sizes), plan, around=around)
 
 
 @pytest.mark.parametrize("run", settings(), ids=lambda run: "-".join(map(str, run)))
-def test_every_model_trains_on_replicas(run: Setting, pools: Shelf) -> None:
+def test_every_model_trains_on_replicas(run: Setting, pools: Pools) -> None:
     sizes = batch_sizes(run)
     assert_same(train_on(pools(run.workers), run, sizes), train_here(run, sizes))

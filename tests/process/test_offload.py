@@ -27,13 +27,13 @@ from onebox.pool import Fault, open_pool
 from onebox.report.tables.memory import compare_memory
 from onebox.wire.protocol.instructions import Ask
 from onebox.wire.protocol.responses import WorkerMemory
-from tests.models import FATED, OPTIMIZERS
+from tests.kit.models import FATED, OPTIMIZERS
+from tests.kit.pools import Pools, untouched
+from tests.kit.reference import Outcome
+from tests.kit.stages import SEED
+from tests.kit.trainer_arguments import grouped
 from tests.process.fated import captures
 from tests.process.faults.scripts import Script, gone
-from tests.process.shelf import Shelf, untouched
-from tests.process.stages import SEED
-from tests.reference import Outcome
-from tests.trainer_arguments import grouped
 
 STEPS = 2
 BATCH = 12
@@ -87,7 +87,7 @@ RUNS = [
 
 
 @pytest.mark.parametrize(("name", "devices", "schedule"), RUNS, ids=lambda value: value if value in FATED else "")
-def test_the_same_bits_in_less_memory(pools: Shelf, name: str, devices: Sequence[int], schedule: str) -> None:
+def test_the_same_bits_in_less_memory(pools: Pools, name: str, devices: Sequence[int], schedule: str) -> None:
     pool = pools(2)
     kept, kept_bytes, _ = train(pool, name, plan_for(name, devices, "keep", schedule))
     before = kept_bytes
@@ -103,7 +103,7 @@ def test_the_same_bits_in_less_memory(pools: Shelf, name: str, devices: Sequence
         assert untouched(pool)
 
 
-def test_gradients_wait_where_the_optimizer_is(pools: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_wait_where_the_optimizer_is(pools: Pools, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the optimizer on the host they are on the device only while a backward adds to them."""
     monkeypatch.setattr(offload, "LEAST_BYTES", 1)
     pool, found = pools(2), {}
@@ -149,7 +149,7 @@ def forecast(pool: onebox.Pool, name: str, plan: Plan) -> dict[int, InitialConte
     return job.contents(plan)
 
 
-def test_a_budget_that_only_the_offloaded_run_fits_into(pools: Shelf) -> None:
+def test_a_budget_that_only_the_offloaded_run_fits_into(pools: Pools) -> None:
     batches = FATED["vgg"].batches([BATCH] * STEPS)
     budget = peak_of(forecast(pools(1), "vgg", chain("offload"))[0])
     assert budget < peak_of(forecast(pools(1), "vgg", chain("keep"))[0])

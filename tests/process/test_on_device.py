@@ -13,18 +13,13 @@ from torch.nn import functional
 import onebox
 from onebox.errors import CaptureError
 from onebox.plan import Plan
-from tests.models import CASES, CLASSES, sgd
-from tests.process.shelf import Shelf
-from tests.process.stages import staged
-from tests.reference import Outcome, assert_same, drawing, state_of, train
+from tests.kit.models import CASES, CLASSES, sgd
+from tests.kit.pools import Pools
+from tests.kit.reference import Outcome, assert_same, drawing, state_of, train
+from tests.kit.stages import staged, tensors_of
 
 MICRO_BATCH, SEED = 3, 5
 SIZES = [8, 8, 5, 8]
-
-
-def cut(size: int) -> list[int]:
-    whole, rest = divmod(size, MICRO_BATCH)
-    return [MICRO_BATCH] * whole + [rest] * (rest > 0)
 
 
 def normalise(x: Tensor) -> Tensor:
@@ -62,7 +57,7 @@ def reference(on_device: Any) -> Outcome:
         def forward(self, x: Tensor) -> Tensor:
             return model(on_device(x))
 
-    found = train(Whole(), case.loss, sgd(model), batches(), cut, around=drawing(SEED))
+    found = train(Whole(), case.loss, sgd(model), batches(), MICRO_BATCH, around=drawing(SEED))
     return Outcome(losses=found.losses, norms=[], tensors=state_of(model))
 
 
@@ -74,7 +69,7 @@ PLANS: list[Plan] = [
 
 @pytest.mark.parametrize("plan", PLANS, ids=["replicas", "stages"])
 @pytest.mark.parametrize("kind", ["function", "module"])
-def test_it_trains_like_one_process_that_calls_it_first(kind: str, plan: Plan, pools: Shelf) -> None:
+def test_it_trains_like_one_process_that_calls_it_first(kind: str, plan: Plan, pools: Pools) -> None:
     case = CASES["mlp"]
     on_device = normalise if kind == "function" else Augment()
     expected = reference(on_device)
@@ -83,11 +78,11 @@ def test_it_trains_like_one_process_that_calls_it_first(kind: str, plan: Plan, p
         model, case.loss, sgd(model), pool=pools(3), plan=plan, seed=SEED, on_device=on_device
     ) as trainer:
         losses = [trainer.step(trainer.upload(*batch)) for batch in batches()]
-        tensors = {name.removeprefix("model."): tensor for name, tensor in trainer.tensors().items()}
+        tensors = tensors_of(trainer)
         assert_same(Outcome(losses=[float(loss) for loss in losses], norms=[], tensors=tensors), expected)
 
 
-def test_it_is_used_in_evaluation_and_kept_in_no_checkpoint(tmp_path: Path, pools: Shelf) -> None:
+def test_it_is_used_in_evaluation_and_kept_in_no_checkpoint(tmp_path: Path, pools: Pools) -> None:
     case = CASES["mlp"]
     model = case.model()
     given = batches([8, 5])
@@ -103,7 +98,7 @@ def test_it_is_used_in_evaluation_and_kept_in_no_checkpoint(tmp_path: Path, pool
         assert found.loss == pytest.approx(expected, abs=1e-12)
 
 
-def test_what_no_graph_can_hold_is_referred_to_the_feed(pools: Shelf) -> None:
+def test_what_no_graph_can_hold_is_referred_to_the_feed(pools: Pools) -> None:
     case = CASES["mlp"]
     refused = {
         "numpy": lambda x: torch.from_numpy(x.numpy()).double(),
@@ -120,7 +115,7 @@ def test_what_no_graph_can_hold_is_referred_to_the_feed(pools: Shelf) -> None:
 
 
 @pytest.mark.parametrize("shape", [(1, 28, 28), (3, 32, 32)], ids=["MNIST", "CIFAR-10"])
-def test_a_quarter_of_the_bytes_travels(shape: tuple[int, ...], pools: Shelf) -> None:
+def test_a_quarter_of_the_bytes_travels(shape: tuple[int, ...], pools: Pools) -> None:
     size, pool = 32, pools(2)
     x = torch.randint(256, (size, *shape), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
     y = torch.randint(10, (size,), generator=torch.Generator().manual_seed(2), dtype=torch.uint8)

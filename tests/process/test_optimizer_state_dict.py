@@ -15,10 +15,10 @@ from torch import Tensor, nn
 import onebox
 from onebox.errors import UsageError
 from onebox.plan import Plan
-from tests.models import CASES
-from tests.process.shelf import Shelf
-from tests.process.stages import staged
-from tests.reference import AGREE, backward
+from tests.kit.models import CASES
+from tests.kit.pools import Pools
+from tests.kit.reference import AGREE, backward
+from tests.kit.stages import staged
 
 SIZES = (8, 8, 5, 8, 8)
 HALF = 3
@@ -94,7 +94,7 @@ def through_a_file(state: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", MAKE)
-def test_a_state_dict_is_that_of_plain_training_and_goes_on_in_it(name: str, pools: Shelf) -> None:
+def test_a_state_dict_is_that_of_plain_training_and_goes_on_in_it(name: str, pools: Pools) -> None:
     expected = CASES["mlp"].model()
     plain = MAKE[name](expected)
     plainly(expected, [plain], 0, HALF)
@@ -120,7 +120,7 @@ def test_a_state_dict_is_that_of_plain_training_and_goes_on_in_it(name: str, poo
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_layout_has_it_and_takes_it_back(layout: str, pools: Shelf) -> None:
+def test_every_layout_has_it_and_takes_it_back(layout: str, pools: Pools) -> None:
     """Both weights and state go back to what they were after the first steps, as after a step that went wrong."""
     expected = CASES["mlp"].model()
     plain = MAKE["Adam"](expected)
@@ -143,7 +143,7 @@ def test_every_layout_has_it_and_takes_it_back(layout: str, pools: Shelf) -> Non
     assert_alike(dict(model.state_dict()), dict(expected.state_dict()))
 
 
-def test_it_is_brought_when_it_is_read_and_not_before(pools: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_brought_when_it_is_read_and_not_before(pools: Pools, monkeypatch: pytest.MonkeyPatch) -> None:
     model = CASES["mlp"].model()
     optimizer = MAKE["Adam"](model)
     with onebox.Trainer(model, CASES["mlp"].loss, optimizer, pool=pools(2), plan=replicas()) as trainer:
@@ -166,7 +166,7 @@ def test_it_is_brought_when_it_is_read_and_not_before(pools: Shelf, monkeypatch:
         assert len(copy.deepcopy(optimizer).state) == len(list(model.parameters()))
 
 
-def test_several_optimizers(pools: Shelf) -> None:
+def test_several_optimizers(pools: Pools) -> None:
     def both(model: nn.Module) -> list[torch.optim.Optimizer]:
         matrices = [p for p in model.parameters() if p.dim() == 2]
         rest = [p for p in model.parameters() if p.dim() != 2]
@@ -184,7 +184,7 @@ def test_several_optimizers(pools: Shelf) -> None:
         assert_alike(found.state_dict(), wanted.state_dict())
 
 
-def test_another_trainer_goes_on_with_it(pools: Shelf) -> None:
+def test_another_trainer_goes_on_with_it(pools: Pools) -> None:
     expected = CASES["mlp"].model()
     plainly(expected, [MAKE["Adam"](expected)], 0, len(SIZES))
     model = CASES["mlp"].model()
@@ -198,7 +198,7 @@ def test_another_trainer_goes_on_with_it(pools: Shelf) -> None:
 
 @pytest.mark.parametrize("change", ["in place", "cleared", "another mapping"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_change_by_hand_is_taken_over(change: str, layout: str, pools: Shelf) -> None:
+def test_a_change_by_hand_is_taken_over(change: str, layout: str, pools: Pools) -> None:
     def reset(optimizer: torch.optim.Optimizer) -> None:
         if change == "in place":
             for entries in optimizer.state.values():
@@ -223,7 +223,7 @@ def test_a_change_by_hand_is_taken_over(change: str, layout: str, pools: Shelf) 
     assert_alike(dict(model.state_dict()), dict(expected.state_dict()))
 
 
-def test_a_change_of_old_state_is_refused(pools: Shelf) -> None:
+def test_a_change_of_old_state_is_refused(pools: Pools) -> None:
     model = CASES["mlp"].model()
     optimizer = MAKE["Adam"](model)
     with onebox.Trainer(model, CASES["mlp"].loss, optimizer, pool=pools(2), plan=replicas()) as trainer:
@@ -235,7 +235,7 @@ def test_a_change_of_old_state_is_refused(pools: Shelf) -> None:
             stepped(trainer, 2, 3)
 
 
-def test_state_that_is_loaded_before_the_first_step_counts(pools: Shelf) -> None:
+def test_state_that_is_loaded_before_the_first_step_counts(pools: Pools) -> None:
     expected = CASES["mlp"].model()
     plain = MAKE["Adam"](expected)
     plainly(expected, [plain], 0, HALF)

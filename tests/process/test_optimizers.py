@@ -19,11 +19,11 @@ from onebox.errors import CheckpointError, UsageError
 from onebox.plan import ASYNC, Plan
 from onebox.pool import raise_first
 from onebox.wire.protocol.instructions import Ask
-from tests.models import CASES
-from tests.process.shelf import Shelf
-from tests.process.stages import SEED, staged
-from tests.reference import Outcome, assert_same, call, sizes_of, state_of, train
-from tests.trainer_arguments import grouped
+from tests.kit.models import CASES
+from tests.kit.pools import Pools
+from tests.kit.reference import Outcome, assert_same, call, sizes_of, state_of, train
+from tests.kit.stages import SEED, outcome, staged
+from tests.kit.trainer_arguments import grouped
 
 SIZES = (8, 8, 5, 8, 8)
 HALF = 2
@@ -63,15 +63,12 @@ def reference(name: str, plan: Plan, max_norm: float | None) -> Outcome:
     optimizers = both(model)
     each = schedulers(optimizers)
 
-    def cut(size: int) -> list[int]:
-        return [part.size for part in plan.micro_batches(size)]
-
     return train(
         model,
         case.loss,
         Together(optimizers),  # type: ignore[arg-type]
         case.batches(list(SIZES)),
-        cut,
+        plan,
         max_norm=max_norm,
         after_step=lambda: [scheduler.step() for scheduler in each],
     )
@@ -83,8 +80,7 @@ def steps(trainer: onebox.Trainer, name: str, each: list[Any], first: int = 0, l
         losses.append(trainer.step(*batch))
         for scheduler in each:
             scheduler.step()
-    tensors = {name.removeprefix("model."): tensor for name, tensor in trainer.tensors().items()}
-    return Outcome(losses=[float(loss) for loss in losses], norms=[], tensors=tensors)
+    return outcome(trainer, losses)
 
 
 def trainer_on(pool: onebox.Pool, name: str, plan: Plan | None, **options: Any) -> onebox.Trainer:
@@ -113,7 +109,7 @@ PLANS: dict[str, tuple[str, Callable[[str], Plan], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_the_result_is_that_of_one_process(name: str, pools: Shelf) -> None:
+def test_the_result_is_that_of_one_process(name: str, pools: Pools) -> None:
     case, make, options = PLANS[name]
     plan = make(case)
     with trainer_on(pools(2), case, plan, **options) as trainer:
@@ -123,7 +119,7 @@ def test_the_result_is_that_of_one_process(name: str, pools: Shelf) -> None:
 
 
 @pytest.mark.parametrize("after", [1, 2])
-def test_a_checkpoint_goes_on_with_both(after: int, pools: Shelf, tmp_path: Path) -> None:
+def test_a_checkpoint_goes_on_with_both(after: int, pools: Pools, tmp_path: Path) -> None:
     with trainer_on(pools(2), "mlp", replicas("mlp")) as trainer:
         steps(trainer, "mlp", [], 0, HALF)
         saved = trainer.save(tmp_path)
@@ -142,7 +138,7 @@ def test_a_checkpoint_goes_on_with_both(after: int, pools: Shelf, tmp_path: Path
         assert_same(steps(trainer, "mlp", [], HALF), straight, **({"tolerance": 0} if after == 2 else {}))
 
 
-def test_a_parameter_in_none_stays_as_it_is(pools: Shelf) -> None:
+def test_a_parameter_in_none_stays_as_it_is(pools: Pools) -> None:
     case = CASES["mlp"]
     model = case.model()
     muon = both(model)[0]
@@ -220,7 +216,7 @@ def train_late(name: str, plan: Plan, warm_up: int) -> Outcome:
     return Outcome(losses=losses, norms=[], tensors=state_of(model))
 
 
-def test_late_gradients_are_treated_as_suits_each_class(pools: Shelf, caplog: pytest.LogCaptureFixture) -> None:
+def test_late_gradients_are_treated_as_suits_each_class(pools: Pools, caplog: pytest.LogCaptureFixture) -> None:
     case, warm_up = CASES["mlp"], 1
     plan = staged("mlp", [0, 1], micro_batch=2, schedule=ASYNC)
     model = case.model()
@@ -260,7 +256,7 @@ def test_a_run_that_lost_a_worker_has_the_bits_of_one_that_lost_none() -> None:
     assert_same(*outcomes, tolerance=0)
 
 
-def test_layers_move_with_what_either_remembers(pools: Shelf) -> None:
+def test_layers_move_with_what_either_remembers(pools: Pools) -> None:
     pool, plan = pools(2), pipeline("mlp")
     other = staged("mlp", [1, 0])
     outcomes = []
@@ -275,7 +271,7 @@ def test_layers_move_with_what_either_remembers(pools: Shelf) -> None:
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
-def test_memory_is_predicted_to_the_byte(staleness: int, pools: Shelf) -> None:
+def test_memory_is_predicted_to_the_byte(staleness: int, pools: Pools) -> None:
     """Muon remembers one tensor of a matrix, AdamW two of a bias, and a counter."""
     pool = pools(2)
     plan = staged("mlp", [0, 1], micro_batch=2, schedule=ASYNC if staleness else "1f1b")

@@ -9,13 +9,13 @@ import pytest
 
 import onebox
 from onebox.plan import Plan, Stage
-from tests.process.shelf import Shelf
-from tests.process.stages import expected, reference, run, segments, staged, tabled
-from tests.reference import assert_same
+from tests.kit.pools import Pools
+from tests.kit.reference import assert_same
+from tests.kit.stages import expected, reference, run, segments, staged, tabled
 
 
 @pytest.fixture(scope="module")
-def pool(pools: Shelf) -> onebox.Pool:
+def pool(pools: Pools) -> onebox.Pool:
     """One pool of four workers for all runs."""
     return pools(4)
 

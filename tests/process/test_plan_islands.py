@@ -13,7 +13,7 @@ import onebox
 from onebox.errors import UsageError
 from onebox.plan_names import OuterCodec, StateAt
 from onebox.pool import Link
-from tests.process.shelf import Shelf
+from tests.kit.pools import Pools
 
 OUTER = onebox.Outer(every=4, fragments=2, overlap=1, shares=[3, 1])
 BATCH = (torch.randn(32, 16), torch.randn(32, 8))
@@ -27,7 +27,7 @@ def job() -> tuple[nn.Module, Any, torch.optim.Optimizer]:
 
 
 @pytest.mark.parametrize("compression", ["none", "e3m0"])
-def test_islands_are_planned_beside_exact_steps_and_run(compression: OuterCodec, pools: Shelf) -> None:
+def test_islands_are_planned_beside_exact_steps_and_run(compression: OuterCodec, pools: Pools) -> None:
     """With a codec, the outer state is on the host, too."""
     state: StateAt = "device" if compression == "none" else "host"
     asked = replace(OUTER, compression=compression, state=state)
@@ -92,6 +92,6 @@ def test_over_a_slow_link_each_way_to_train_pays_more_than_the_one_before() -> N
         ({"islands": [[0, 1], [2]], "outer": onebox.Outer(shares=[1, 1, 1])}, "3 weights for 2 islands"),
     ],
 )
-def test_what_cannot_be_planned(arguments: dict[str, Any], message: str, pools: Shelf) -> None:
+def test_what_cannot_be_planned(arguments: dict[str, Any], message: str, pools: Pools) -> None:
     with pytest.raises(UsageError, match=message):
         onebox.make_plan(*job(), *BATCH, pool=pools(3), **arguments)

@@ -13,8 +13,8 @@ from onebox.plan import ASYNC, Plan, Stage, predict
 from onebox.pool import raise_first
 from onebox.wire.protocol.instructions import Ask
 from onebox.wire.protocol.responses import WorkerMemory
-from tests.process.shelf import Shelf
-from tests.trainer_arguments import grouped
+from tests.kit.pools import Pools
+from tests.kit.trainer_arguments import grouped
 
 SAMPLES = 16
 
@@ -54,7 +54,7 @@ def peaks_of(plan: Plan, pool: onebox.Pool, delay: Literal["none", "predict", "e
 
 @pytest.mark.parametrize("delay", ["none", "predict", "extrapolate"])
 def test_a_plan_is_found_trained_with_and_takes_the_memory_that_it_says(
-    delay: Literal["none", "predict", "extrapolate"], pools: Shelf
+    delay: Literal["none", "predict", "extrapolate"], pools: Pools
 ) -> None:
     pool, trained, (inputs, targets) = pools(2), model(), batch()
     planned = onebox.make_plan(

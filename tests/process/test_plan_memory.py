@@ -16,8 +16,9 @@ from onebox.plan import Plan
 from onebox.pool import raise_first
 from onebox.wire.protocol.instructions import Ask
 from onebox.wire.protocol.responses import WorkerMemory
-from tests.process.shelf import Shelf
-from tests.reference import assert_same, train
+from tests.kit.pools import Pools
+from tests.kit.reference import assert_same, train
+from tests.kit.stages import tensors_of
 
 SAMPLES, STEPS = 16, 3
 
@@ -62,7 +63,7 @@ def peak_bytes(plan: Plan) -> int:
 
 
 @pytest.fixture(scope="module")
-def plain(pools: Shelf) -> int:
+def plain(pools: Pools) -> int:
     """The peak of the plain plan."""
     found = planned(pools(1)).plan
     assert {stage.policy for stage in found.stages} == {"keep"}
@@ -90,7 +91,7 @@ def test_what_does_not_fit_gets_fates_that_fit(part: float, plain: int) -> None:
             model, nn.functional.cross_entropy, optimizer, pool=pool, plan=plan, engine=onebox.Engine(check_every=1)
         ) as job:
             losses = [float(job.step(*batch)) for batch in batches()]
-            tensors = {name.removeprefix("model."): tensor for name, tensor in job.tensors().items()}
+            tensors = tensors_of(job)
         (answer,) = raise_first([pool.post(0, [Ask("peak")], answer=True)])
         (memory,) = answer.results
         assert isinstance(memory, WorkerMemory)
@@ -133,7 +134,7 @@ def test_a_layer_that_fits_no_device_is_split_over_two() -> None:
         model = large()
         with onebox.Trainer(model, loss, momentum(model), pool=pool, plan="auto") as trainer:
             losses = [float(trainer.step(*batch)) for batch in rows(STEPS)]
-            tensors = {name.removeprefix("model."): tensor for name, tensor in trainer.tensors().items()}
+            tensors = tensors_of(trainer)
             plan = trainer.plan
             assert plan is not None and plan.split
             assert max(memory.peak_bytes for memory in trainer.memory()) <= ROOM

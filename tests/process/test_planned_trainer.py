@@ -17,7 +17,7 @@ import onebox
 from onebox.engine.workload.batch import as_batch
 from onebox.plan import Plan, Stage
 from onebox.pool import Fault, Pool, open_pool
-from tests.process.shelf import Shelf
+from tests.kit.pools import Pools
 
 transformers = pytest.importorskip("transformers")
 
@@ -220,7 +220,7 @@ TWO_REPLICAS = "1 stage, 2 replicas (0: 50%, 1: 50%), micro-batches of 2, gradie
 
 
 def test_a_run_logs_what_that_of_transformers_logs(
-    tmp_path: Path, pools: Shelf, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, pools: Pools, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Losses, norms, rates and evaluations, with accumulated batches whose labels are unevenly many; and the plan."""
     settings = {"gradient_accumulation_steps": 2}
@@ -282,21 +282,21 @@ CASES: dict[str, tuple[int, float, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_other_runs_log_what_those_of_transformers_log(case: str, tmp_path: Path, pools: Shelf) -> None:
+def test_other_runs_log_what_those_of_transformers_log(case: str, tmp_path: Path, pools: Pools) -> None:
     workers, tolerance, more = CASES[case]
     ours = run(PlannedTrainer, tmp_path / "ours", pool=pools(workers), **{"plan": onebox.DataParallel()} | more)
     more = {name: value for name, value in more.items() if name not in ("plan", "loss_reduction")}
     require_same(ours, run(transformers.Trainer, tmp_path / "plain", **more), tolerance)
 
 
-def test_a_pipeline_logs_what_transformers_logs(tmp_path: Path, pools: Shelf) -> None:
+def test_a_pipeline_logs_what_transformers_logs(tmp_path: Path, pools: Pools) -> None:
     more = {"compute_loss_func": loss_of_tokens}
     plan = in_two_stages(tmp_path / "segments", pools(2))
     ours = run(PlannedTrainer, tmp_path / "ours", pool=pools(2), plan=plan, **more)
     require_same(ours, run(transformers.Trainer, tmp_path / "plain", **more), EXACT)
 
 
-def test_a_loss_of_a_subclass_is_captured(tmp_path: Path, pools: Shelf) -> None:
+def test_a_loss_of_a_subclass_is_captured(tmp_path: Path, pools: Pools) -> None:
     more = {"model": classifier, "data": Texts(classes=True), "settings": {"gradient_accumulation_steps": 2}}
     plan = onebox.DataParallel(micro_batch=3)
     ours = run(PlannedPenalised, tmp_path / "ours", pool=pools(2), plan=plan, **more)
@@ -312,7 +312,7 @@ def test_a_loss_of_a_subclass_is_captured(tmp_path: Path, pools: Shelf) -> None:
     ],
 )
 def test_a_loss_is_evaluated_on_the_pool_where_micro_batches_are_known_to_make_it_up(
-    more: dict[str, Any], times: int, tmp_path: Path, pools: Shelf, monkeypatch: pytest.MonkeyPatch
+    more: dict[str, Any], times: int, tmp_path: Path, pools: Pools, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     evaluate, found = onebox.Trainer.evaluate, []
 
@@ -325,7 +325,7 @@ def test_a_loss_is_evaluated_on_the_pool_where_micro_batches_are_known_to_make_i
     assert len(found) == times
 
 
-def test_metrics_are_computed_with_the_present_weights(tmp_path: Path, pools: Shelf) -> None:
+def test_metrics_are_computed_with_the_present_weights(tmp_path: Path, pools: Pools) -> None:
     def accuracy(found: Any) -> dict[str, float]:
         return {"accuracy": float((found.predictions.argmax(-1) == found.label_ids).mean())}
 
@@ -335,7 +335,7 @@ def test_metrics_are_computed_with_the_present_weights(tmp_path: Path, pools: Sh
 
 
 @pytest.mark.parametrize("first", ["planned", "plain"])
-def test_a_checkpoint_of_one_is_resumed_by_the_other(first: str, tmp_path: Path, pools: Shelf) -> None:
+def test_a_checkpoint_of_one_is_resumed_by_the_other(first: str, tmp_path: Path, pools: Pools) -> None:
     """The file of the optimizer, too, is what the other one writes."""
     more = {"compute_loss_func": loss_of_tokens}
     planned = {"pool": pools(2), "plan": onebox.DataParallel(micro_batch=3)}
@@ -357,7 +357,7 @@ def test_a_checkpoint_of_one_is_resumed_by_the_other(first: str, tmp_path: Path,
         assert torch.allclose(a, b, rtol=0, atol=1e-9) if isinstance(a, Tensor) else a == pytest.approx(b)
 
 
-def test_a_resumed_run_draws_the_random_numbers_of_the_whole_one(tmp_path: Path, pools: Shelf) -> None:
+def test_a_resumed_run_draws_the_random_numbers_of_the_whole_one(tmp_path: Path, pools: Pools) -> None:
     more = {"model": lambda: language_model(0.2), "pool": pools(2), "plan": onebox.DataParallel(micro_batch=3)}
     whole = run(PlannedTrainer, tmp_path / "whole", **more)
     rest = run(PlannedTrainer, tmp_path / "rest", resume=tmp_path / "whole" / "checkpoint-3", **more)
@@ -420,7 +420,7 @@ def first_labels(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -
 
 
 @pytest.mark.parametrize("micro_batch", [12, 1])
-def test_a_mean_over_labels_is_one_whatever_the_micro_batches(micro_batch: int, tmp_path: Path, pools: Shelf) -> None:
+def test_a_mean_over_labels_is_one_whatever_the_micro_batches(micro_batch: int, tmp_path: Path, pools: Pools) -> None:
     """A micro-batch without a label is refused: transformers would divide by the labels of the batch."""
     labels = onebox.Weighted(lambda labels: (labels[:, -1] != -100).sum())
     settings = {"per_device_train_batch_size": 24, "train_sampling_strategy": "sequential", "eval_strategy": "no"}
@@ -435,7 +435,7 @@ def test_a_mean_over_labels_is_one_whatever_the_micro_batches(micro_batch: int, 
     require_same(ours, run(transformers.Trainer, tmp_path / "plain", **more), EXACT)
 
 
-def test_buckets_pad_texts_as_the_collators_do(tmp_path: Path, pools: Shelf) -> None:
+def test_buckets_pad_texts_as_the_collators_do(tmp_path: Path, pools: Pools) -> None:
     """Labels beyond the end of a text are none, and the losses are those of shorter texts."""
     settings = {"train_sampling_strategy": "sequential", "eval_strategy": "no"}
     more = {"data": Texts(lengths=True), "data_collator": padded, "compute_loss_func": loss_of_tokens}
@@ -491,7 +491,7 @@ REFUSED_BATCHES: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED_BATCHES)
-def test_batches_that_are_not_one_step_are_refused(case: str, tmp_path: Path, pools: Shelf) -> None:
+def test_batches_that_are_not_one_step_are_refused(case: str, tmp_path: Path, pools: Pools) -> None:
     more, said = REFUSED_BATCHES[case]
     settings = {
         "gradient_accumulation_steps": 2,

@@ -21,11 +21,11 @@ from onebox.errors import UsageError
 from onebox.graph import Precision
 from onebox.plan import Plan
 from onebox.report.tables.memory import compare_memory
-from tests.models import CASES, Case
-from tests.process.shelf import Shelf
-from tests.process.stages import staged
-from tests.reference import Outcome, train
-from tests.trainer_arguments import grouped
+from tests.kit.models import CASES, Case
+from tests.kit.pools import Pools
+from tests.kit.reference import Outcome, train
+from tests.kit.stages import staged, tensors_of
+from tests.kit.trainer_arguments import grouped
 
 SIZES = (6, 6, 6)
 
@@ -63,7 +63,7 @@ def cast(value: Any, dtype: torch.dtype) -> Any:
 
 
 @pytest.fixture(scope="module")
-def pool(pools: Shelf) -> onebox.Pool:
+def pool(pools: Pools) -> onebox.Pool:
     """Two devices."""
     return pools(2)
 
@@ -91,7 +91,7 @@ def run(pool: onebox.Pool, name: str, plan: Plan, *, halfway: Path | None = None
             losses.append(float(trainer.step(*batch)))
             if halfway is not None and step == 1:
                 trainer.save(halfway)
-        found = {key.removeprefix("model."): tensor for key, tensor in trainer.tensors().items()}
+        found = tensors_of(trainer)
         for one in compare_memory(trainer.predicted_curves(*steps[-1]), trainer.events(), len(steps) - 1):
             assert (one.difference_bytes, one.where) == (0, "")
     return Outcome(losses=losses, norms=[], tensors=found)
@@ -149,13 +149,13 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(pool: onebox
     with onebox.Trainer.resume(tmp_path, model, case.loss, sgd(model), pool=pool) as trainer:
         for batch in batches(case)[2:]:
             trainer.step(*batch)
-        found = {key.removeprefix("model."): tensor for key, tensor in trainer.tensors().items()}
+        found = tensors_of(trainer)
         assert trainer.plan is not None
         assert trainer.plan.narrow == {0}
     assert furthest(Outcome(losses=[], norms=[], tensors=found), expected) == 0
 
 
-def test_a_tied_weight_that_is_rounded_in_one_stage_is_not_split_in_another(pools: Shelf) -> None:
+def test_a_tied_weight_that_is_rounded_in_one_stage_is_not_split_in_another(pools: Pools) -> None:
     plain = staged("tied", (0, 1))
     halves = replace(plain, stages=(plain.stages[0], replace(plain.stages[1], replicas=((1, 2),))))
     wide, found = (run(pools(3), "tied", plan) for plan in (halves, narrowed(halves, 0)))

@@ -9,17 +9,17 @@ import pytest
 import torch
 
 import onebox
-from tests.models import CASES, adamw
-from tests.process.shelf import Shelf
-from tests.reference import Outcome, assert_same
-from tests.trainer_arguments import grouped
+from tests.kit.models import CASES, adamw
+from tests.kit.pools import Pools
+from tests.kit.reference import Outcome, assert_same
+from tests.kit.trainer_arguments import grouped
 
 CASE = CASES["dropping"]
 SIZES = [9, 9, 4, 9, 7]
 
 
 @pytest.fixture(scope="module")
-def alone(pools: Shelf) -> Outcome:
+def alone(pools: Pools) -> Outcome:
     """How the run ends on one worker."""
     return run(pools(1))
 
@@ -33,19 +33,19 @@ def run(pool: onebox.Pool, *, seed: int = 1, sync: str = "workers", in_flight: i
 
 
 @pytest.mark.parametrize(("workers", "sync"), [(2, "workers"), (2, "client"), (3, "workers")])
-def test_any_number_of_workers_draws_the_same(workers: int, sync: str, pools: Shelf, alone: Outcome) -> None:
+def test_any_number_of_workers_draws_the_same(workers: int, sync: str, pools: Pools, alone: Outcome) -> None:
     assert_same(run(pools(workers), sync=sync), alone)
 
 
-def test_two_runs_are_the_same_to_the_last_bit(pools: Shelf) -> None:
+def test_two_runs_are_the_same_to_the_last_bit(pools: Pools) -> None:
     assert_same(run(pools(2), in_flight=4), run(pools(2), in_flight=1), tolerance=0)
 
 
-def test_another_seed_draws_something_else(pools: Shelf, alone: Outcome) -> None:
+def test_another_seed_draws_something_else(pools: Pools, alone: Outcome) -> None:
     assert run(pools(1), seed=2).losses != alone.losses
 
 
-def test_every_step_and_micro_batch_draws_anew(pools: Shelf) -> None:
+def test_every_step_and_micro_batch_draws_anew(pools: Pools) -> None:
     model = CASE.model()
     ((x_BT, y_B),) = CASE.batches([1])
     rows = 4
@@ -58,7 +58,7 @@ def test_every_step_and_micro_batch_draws_anew(pools: Shelf) -> None:
     assert len(set(seen)) == len(seen)
 
 
-def test_the_global_random_numbers_of_the_client_are_left_alone(pools: Shelf) -> None:
+def test_the_global_random_numbers_of_the_client_are_left_alone(pools: Pools) -> None:
     torch.manual_seed(0)
     expected = torch.rand(3)
     torch.manual_seed(0)
@@ -66,14 +66,14 @@ def test_the_global_random_numbers_of_the_client_are_left_alone(pools: Shelf) ->
     assert torch.equal(torch.rand(3), expected)
 
 
-def test_evaluation_draws_nothing(pools: Shelf) -> None:
+def test_evaluation_draws_nothing(pools: Pools) -> None:
     model = CASE.model()
     batches = CASE.batches([6, 5])
     with onebox.Trainer(model, CASE.loss, adamw(model), pool=pools(2), seed=4) as trainer:
         assert trainer.evaluate(batches) == trainer.evaluate(batches)
 
 
-def test_a_trainer_goes_on_drawing_where_the_steps_before_ended(pools: Shelf, alone: Outcome) -> None:
+def test_a_trainer_goes_on_drawing_where_the_steps_before_ended(pools: Pools, alone: Outcome) -> None:
     model, losses = CASE.model(), []
     optimizer = adamw(model)
     batches = CASE.batches(SIZES)
@@ -88,7 +88,7 @@ def test_a_trainer_goes_on_drawing_where_the_steps_before_ended(pools: Shelf, al
 
 
 @pytest.mark.parametrize("step", [-1, 1.0, "2"])
-def test_what_is_no_number_of_steps_is_refused(step: object, pools: Shelf) -> None:
+def test_what_is_no_number_of_steps_is_refused(step: object, pools: Pools) -> None:
     model = CASE.model()
     with pytest.raises(onebox.OneboxError, match=f"step={step!r}: allowed are whole numbers from 0 up"):
         onebox.Trainer(model, CASE.loss, adamw(model), pool=pools(1), step=step)  # type: ignore[arg-type]

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests import warm
+from tests.kit import warm
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"

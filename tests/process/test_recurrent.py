@@ -15,10 +15,11 @@ import onebox
 from onebox.graph import TracedModel
 from onebox.graph.capture.export import capture
 from onebox.plan import Plan, Stage
-from tests.models import CLASSES, adamw
-from tests.process.shelf import Shelf
-from tests.reference import Outcome, assert_same, drawing, train
-from tests.trainer_arguments import grouped
+from tests.kit.models import CLASSES, adamw
+from tests.kit.pools import Pools
+from tests.kit.reference import Outcome, assert_same, drawing, train
+from tests.kit.stages import outcome
+from tests.kit.trainer_arguments import grouped
 
 SEED, MICRO_BATCH = 5, 3
 SIZES = (6, 8, 6, 3, 6, 9, 6, 5)
@@ -97,31 +98,26 @@ def run(pool: onebox.Pool, name: str, plan: Plan) -> Outcome:
     model = build(name)
     options: dict[str, Any] = {"seed": SEED, "check_every": 1, "plan": plan}
     with onebox.Trainer(model, functional.cross_entropy, adamw(model), **grouped(pool=pool, **options)) as trainer:
-        losses = [trainer.step(*batch) for batch in batches()]
-        found = {key.removeprefix("model."): tensor for key, tensor in trainer.tensors().items()}
-        return Outcome(losses=[float(loss) for loss in losses], norms=[], tensors=found)
+        return outcome(trainer, [trainer.step(*batch) for batch in batches()])
 
 
 def alone(name: str, plan: Plan) -> Outcome:
     """Train in this process, on the micro-batches of a plan."""
 
-    def cut(size: int) -> list[int]:
-        return [part.size for part in plan.micro_batches(size)]
-
     model = build(name)
     around = drawing(SEED) if "dropout" in name else None
-    return train(model, functional.cross_entropy, adamw(model), batches(), cut, around=around)
+    return train(model, functional.cross_entropy, adamw(model), batches(), plan, around=around)
 
 
 @pytest.mark.parametrize("name", NETWORKS)
-def test_one_worker_computes_what_one_process_computes(name: str, pools: Shelf) -> None:
+def test_one_worker_computes_what_one_process_computes(name: str, pools: Pools) -> None:
     plan = data_parallel(1)
     assert_same(run(pools(1), name, plan), alone(name, plan))
 
 
 @pytest.mark.parametrize("name", ["lstm-dropout", "gru"])
 @pytest.mark.parametrize("workers", [2, 3])
-def test_any_number_of_workers_gives_the_same_result(name: str, workers: int, pools: Shelf) -> None:
+def test_any_number_of_workers_gives_the_same_result(name: str, workers: int, pools: Pools) -> None:
     plan = data_parallel(workers)
     assert_same(run(pools(workers), name, plan), alone(name, data_parallel(1)))
 
@@ -137,19 +133,19 @@ def test_any_number_of_workers_gives_the_same_result(name: str, workers: int, po
         ("tanh", (0, 1), "gpipe"),
     ],
 )
-def test_layers_in_stages(name: str, devices: tuple[int, ...], schedule: str, pools: Shelf) -> None:
+def test_layers_in_stages(name: str, devices: tuple[int, ...], schedule: str, pools: Pools) -> None:
     plan = staged(name, devices, schedule=schedule)
     assert_same(run(pools(3), name, plan), alone(name, plan))
 
 
 @pytest.mark.parametrize("policy", ["recompute", "offload"])
-def test_stages_with_other_policies(policy: str, pools: Shelf) -> None:
+def test_stages_with_other_policies(policy: str, pools: Pools) -> None:
     plan = staged("lstm-dropout", (0, 1))
     plan = replace(plan, stages=tuple(replace(stage, policy=policy) for stage in plan.stages))
     assert_same(run(pools(2), "lstm-dropout", plan), alone("lstm-dropout", plan))
 
 
-def test_memory_is_what_was_predicted(pools: Shelf) -> None:
+def test_memory_is_what_was_predicted(pools: Pools) -> None:
     """What a layer needs for all its steps is part of the prediction."""
     model, batch = build("gru"), batches([6])[0]
     with onebox.Trainer(
@@ -165,7 +161,7 @@ def test_memory_is_what_was_predicted(pools: Shelf) -> None:
         assert trainer.predicted_memory(*batch)[0] == max(event.peak_bytes for event in trainer.events())
 
 
-def test_evaluation_is_that_of_one_process(pools: Shelf) -> None:
+def test_evaluation_is_that_of_one_process(pools: Pools) -> None:
     model, given = build("lstm-dropout"), batches([6, 6])
     with onebox.Trainer(model, functional.cross_entropy, adamw(model), pool=pools(2)) as trainer:
         found = trainer.evaluate(given)

@@ -12,9 +12,9 @@ from torch import nn
 
 import onebox
 from onebox.errors import CaptureError, UsageError
-from tests.models import CASES, sgd
-from tests.process.shelf import Shelf
-from tests.trainer_arguments import grouped
+from tests.kit.models import CASES, sgd
+from tests.kit.pools import Pools
+from tests.kit.trainer_arguments import grouped
 
 CASE = CASES["mlp"]
 X_BD, Y_B = CASE.batches([4])[0]
@@ -33,7 +33,7 @@ X_BD, Y_B = CASE.batches([4])[0]
     ],
 )
 def test_a_batch_that_is_none_is_refused_and_harms_nothing(
-    inputs: Any, targets: Any, message: str, pools: Shelf
+    inputs: Any, targets: Any, message: str, pools: Pools
 ) -> None:
     model = CASE.model()
     with onebox.Trainer(model, CASE.loss, sgd(model), pool=pools(2)) as trainer:
@@ -45,7 +45,7 @@ def test_a_batch_that_is_none_is_refused_and_harms_nothing(
         assert np.isfinite(float(trainer.step(X_BD, Y_B)))
 
 
-def test_a_model_that_does_not_fit_its_batch_names_the_line_and_may_be_tried_again(pools: Shelf) -> None:
+def test_a_model_that_does_not_fit_its_batch_names_the_line_and_may_be_tried_again(pools: Pools) -> None:
     model = CASE.model()
     with onebox.Trainer(model, CASE.loss, sgd(model), pool=pools(2)) as trainer:
         with pytest.raises(CaptureError, match="cannot be computed for this batch"):
@@ -76,7 +76,7 @@ def frozen(model: nn.Module) -> torch.optim.Optimizer:
     ],
 )
 def test_an_optimizer_that_workers_cannot_run_is_refused(
-    make: Callable[[nn.Module], torch.optim.Optimizer], message: str, pools: Shelf
+    make: Callable[[nn.Module], torch.optim.Optimizer], message: str, pools: Pools
 ) -> None:
     model = CASE.model()
     with pytest.raises(UsageError, match=message):
@@ -98,7 +98,7 @@ def test_an_optimizer_that_workers_cannot_run_is_refused(
         ({"shares": "fair"}, "shares='fair'"),
     ],
 )
-def test_options_are_checked(options: dict[str, Any], message: str, pools: Shelf) -> None:
+def test_options_are_checked(options: dict[str, Any], message: str, pools: Pools) -> None:
     model = CASE.model()
     with (
         pytest.raises(UsageError, match=message),
@@ -107,7 +107,7 @@ def test_options_are_checked(options: dict[str, Any], message: str, pools: Shelf
         trainer.step(X_BD, Y_B)
 
 
-def test_a_trainer_that_is_closed_says_so(pools: Shelf) -> None:
+def test_a_trainer_that_is_closed_says_so(pools: Pools) -> None:
     model = CASE.model()
     trainer = onebox.Trainer(model, CASE.loss, sgd(model), pool=pools(1))
     trainer.close()
@@ -117,7 +117,7 @@ def test_a_trainer_that_is_closed_says_so(pools: Shelf) -> None:
             call()
 
 
-def test_a_closed_trainer_leaves_nothing_on_the_workers(pools: Shelf) -> None:
+def test_a_closed_trainer_leaves_nothing_on_the_workers(pools: Pools) -> None:
     model, probe_model = CASE.model(), nn.Linear(1, 1)
 
     def used_bytes() -> list[int]:

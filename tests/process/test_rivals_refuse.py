@@ -15,16 +15,16 @@ import torch
 import onebox
 from onebox.errors import UsageError
 from onebox.plan import Plan, Stage
-from tests.models import CASES, adamw, sgd
-from tests.process.shelf import Shelf
-from tests.process.stages import SEED, reference, run, segments, staged
-from tests.reference import Outcome, assert_same
+from tests.kit.models import CASES, adamw, sgd
+from tests.kit.pools import Pools
+from tests.kit.reference import Outcome, assert_same
+from tests.kit.stages import SEED, outcome, reference, run, segments, staged
 
 SIZES = [8, 5, 12, 8, 2, 8]
 
 
 @pytest.fixture(scope="module")
-def pool(pools: Shelf) -> onebox.Pool:
+def pool(pools: Pools) -> onebox.Pool:
     """One pool of four workers for all tests."""
     return pools(4)
 
@@ -138,8 +138,7 @@ def test_a_run_goes_on_under_another_plan(pool: onebox.Pool, tmp_path: Path) -> 
         with trainer:
             losses += [trainer.step(*batch).item() for batch in batches[2 * place : 2 * place + 2]]
             trainer.save(tmp_path)
-            tensors = {n.removeprefix("model."): tensor for n, tensor in trainer.tensors().items()}
-    found = Outcome(losses=losses, norms=[], tensors=tensors)
+            found = outcome(trainer, losses)
     assert_same(found, reference(name, plans[0], sizes))
 
 

@@ -14,9 +14,9 @@ import onebox
 from onebox.graph import TracedModel
 from onebox.graph.capture.export import capture
 from onebox.plan import Plan, Stage
-from tests.process.shelf import Shelf
-from tests.reference import AGREE
-from tests.trainer_arguments import grouped
+from tests.kit.pools import Pools
+from tests.kit.reference import AGREE
+from tests.kit.trainer_arguments import grouped
 
 STEPS = 5
 SAMPLES = 8
@@ -121,7 +121,7 @@ def two_stages(model: nn.Module, loss: Any, batch: tuple[Any, Any]) -> Plan:
     return Plan(stages=stages, micro_batch=SAMPLES // 2, schedule="1f1b")
 
 
-def test_stages_share_too(pools: Shelf) -> None:
+def test_stages_share_too(pools: Pools) -> None:
     generator, discriminator = models()
     judging, fooling = Judging(generator, discriminator), Fooling(generator, discriminator)
     x, z = (part[: SAMPLES // 2] for part in batches()[0])
@@ -140,7 +140,7 @@ def test_stages_share_too(pools: Shelf) -> None:
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("clipping", [False, True])
 def test_the_result_is_that_of_one_process(
-    options: str, clipping: bool, pools: Shelf, caplog: pytest.LogCaptureFixture
+    options: str, clipping: bool, pools: Pools, caplog: pytest.LogCaptureFixture
 ) -> None:
     generator, discriminator = models()
     arguments: dict[str, Any] = {"pool": pools(2), "micro_batch": SAMPLES // 2, **OPTIONS[options]}
@@ -163,7 +163,7 @@ def test_the_result_is_that_of_one_process(
     assert caplog.text.count("two open trainers share") == 2, "each says so once"
 
 
-def test_one_that_is_closed_leaves_what_was_pulled(pools: Shelf) -> None:
+def test_one_that_is_closed_leaves_what_was_pulled(pools: Pools) -> None:
     generator, discriminator = models()
     arguments: dict[str, Any] = {"pool": pools(2), "micro_batch": SAMPLES // 2}
     x, z = batches()[0]
@@ -180,7 +180,7 @@ def test_one_that_is_closed_leaves_what_was_pulled(pools: Shelf) -> None:
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
-def test_both_may_train_the_same_parameters(pools: Shelf) -> None:
+def test_both_may_train_the_same_parameters(pools: Pools) -> None:
     """Two losses of one model, in turn."""
     inputs = batches()
 

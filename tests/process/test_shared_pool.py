@@ -22,9 +22,9 @@ from onebox.pool.sharing.messages import Post, encode_message
 from onebox.wire import TensorSpec
 from onebox.wire.protocol.instructions import Free, Get
 from onebox.wire.protocol.requests import Put
+from tests.kit.pools import Pools
+from tests.kit.waiting import until
 from tests.process.cli.commands import POOL, WITHIN_S, assert_gone, command, read_until, running
-from tests.process.shelf import Shelf
-from tests.waiting import until
 
 TORCHRUN = ("torchrun", *POOL)
 
@@ -361,7 +361,7 @@ def test_a_process_whose_pool_has_ended_gets_an_error(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def server(pools: Shelf) -> Iterator[PoolServer]:
+def server(pools: Pools) -> Iterator[PoolServer]:
     """A server of a pool of two workers."""
     made = PoolServer(pools(2))
     yield made

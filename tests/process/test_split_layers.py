@@ -12,17 +12,17 @@ from torch import nn
 import onebox
 from onebox.errors import UsageError
 from onebox.plan import ActivationPolicy, Plan, Stage
-from tests.models import CASES, OPTIMIZERS
-from tests.process.shelf import Shelf
-from tests.process.stages import reference, run, segments
-from tests.reference import assert_same
+from tests.kit.models import CASES, OPTIMIZERS
+from tests.kit.pools import Pools
+from tests.kit.reference import assert_same
+from tests.kit.stages import reference, run, segments
 
 SIZES = (6, 6, 5, 6)
 """Samples of the steps; the third has a micro-batch that is smaller than the others."""
 
 
 @pytest.fixture(scope="module")
-def pool(pools: Shelf) -> onebox.Pool:
+def pool(pools: Pools) -> onebox.Pool:
     return pools(4)
 
 

@@ -22,19 +22,19 @@ from onebox.engine.workload.delay_compensation import DELAYS
 from onebox.errors import OperatorError, UsageError
 from onebox.plan import ASYNC, ActivationPolicy, Plan, Stage
 from onebox.report.tables.memory import compare_memory
-from tests.late import train_late
-from tests.models import CASES, OPTIMIZERS
-from tests.process.shelf import Shelf
-from tests.process.stages import SEED, staged
-from tests.reference import Outcome, assert_same, drawing
-from tests.trainer_arguments import grouped
+from tests.kit.late import train_late
+from tests.kit.models import CASES, OPTIMIZERS
+from tests.kit.pools import Pools
+from tests.kit.reference import Outcome, assert_same, drawing
+from tests.kit.stages import SEED, staged, tensors_of
+from tests.kit.trainer_arguments import grouped
 
 SIZES = (6, 6, 6, 5, 6, 6, 6)
 """Samples of each batch; the odd one is of another shape, and of fewer micro-batches."""
 
 
 @pytest.fixture(scope="module")
-def pool(pools: Shelf) -> onebox.Pool:
+def pool(pools: Pools) -> onebox.Pool:
     return pools(4)
 
 
@@ -44,11 +44,8 @@ def late(name: str, plan: Plan, optimizer: str, sizes: Sequence[int] = SIZES, **
     model = case.model()
     around = drawing(SEED) if case.draws else None
 
-    def cut(size: int) -> list[int]:
-        return [part.size for part in plan.micro_batches(size)]
-
     batches = case.batches(list(sizes))
-    return train_late(model, case.loss, OPTIMIZERS[optimizer](model), batches, cut, around=around, **options)
+    return train_late(model, case.loss, OPTIMIZERS[optimizer](model), batches, plan, around=around, **options)
 
 
 def run(
@@ -69,7 +66,7 @@ def run(
         for step, batch in enumerate(case.batches(list(sizes))):
             losses.append(trainer.step(*batch))
             between(trainer, step)
-        found = {name.removeprefix("model."): tensor for name, tensor in trainer.tensors().items()}
+        found = tensors_of(trainer)
         norms = [loss.gradient_norm or 0.0 for loss in losses]
         delays = dict(trainer.delays)
     return Outcome(losses=[float(loss) for loss in losses], norms=norms, tensors=found), delays
@@ -154,10 +151,7 @@ def test_a_schedule_of_learning_rates(pool: onebox.Pool) -> None:
     def change() -> None:
         optimizer.param_groups[0]["lr"] = next(left)
 
-    def cut(size: int) -> list[int]:
-        return [part.size for part in plan.micro_batches(size)]
-
-    expected = train_late(model, case.loss, optimizer, case.batches(list(SIZES)), cut, after_step=change)
+    expected = train_late(model, case.loss, optimizer, case.batches(list(SIZES)), plan, after_step=change)
     model = case.model()
     optimizer = torch.optim.SGD(model.parameters(), lr=rates[0], momentum=0.9)
     with onebox.Trainer(
@@ -166,7 +160,7 @@ def test_a_schedule_of_learning_rates(pool: onebox.Pool) -> None:
         for batch, rate in zip(case.batches(list(SIZES)), rates, strict=True):
             optimizer.param_groups[0]["lr"] = rate
             trainer.step(*batch)
-        tensors = {name.removeprefix("model."): tensor for name, tensor in trainer.tensors().items()}
+        tensors = tensors_of(trainer)
     assert_same(Outcome(losses=expected.losses, norms=[], tensors=tensors), expected)
 
 
@@ -222,7 +216,7 @@ def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(delay: str, pool: on
     with onebox.Trainer.resume(tmp_path, model, case.loss, OPTIMIZERS["sgd"](model), pool=pool) as trainer:
         assert trainer.stale == onebox.StaleGradients(correction=delay, warm_up=0)
         losses += [float(trainer.step(*batch)) for batch in batches[5:]]
-        found = {name.removeprefix("model."): tensor for name, tensor in trainer.tensors().items()}
+        found = tensors_of(trainer)
         assert trainer.delays == {1: len(SIZES) - 5}
     assert losses == expected.losses
     assert all(torch.equal(tensor, expected.tensors[name]) for name, tensor in found.items())

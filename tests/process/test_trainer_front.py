@@ -25,7 +25,7 @@ from onebox.engine.workload import index_ranges
 from onebox.engine.workload.captures import Captures
 from onebox.errors import CaptureError, InternalError, OperatorError, UsageError
 from onebox.graph import TracedModel
-from tests.process.shelf import Shelf
+from tests.kit.pools import Pools
 
 
 def mlp() -> nn.Sequential:
@@ -54,7 +54,7 @@ def hooks_of(model: nn.Module) -> list[int]:
 # ---- weights that nobody pulled
 
 
-def test_hooks_go_with_the_trainer(pools: Shelf) -> None:
+def test_hooks_go_with_the_trainer(pools: Pools) -> None:
     model, before = mlp(), AveragedModel.update_parameters
     optimizer = sgd(model)
     none = hooks_of(model)
@@ -71,7 +71,7 @@ def test_hooks_go_with_the_trainer(pools: Shelf) -> None:
     assert hooks_of(model) == none
 
 
-def test_a_copy_and_a_pickle_know_no_trainer(pools: Shelf) -> None:
+def test_a_copy_and_a_pickle_know_no_trainer(pools: Pools) -> None:
     model = mlp()
     with trainer_of(model, pools(1)) as trainer:
         trainer.step(*batch())
@@ -87,7 +87,7 @@ def test_a_copy_and_a_pickle_know_no_trainer(pools: Shelf) -> None:
         other.state_dict()
 
 
-def test_a_change_by_hand_is_not_overwritten_by_a_reader(pools: Shelf) -> None:
+def test_a_change_by_hand_is_not_overwritten_by_a_reader(pools: Pools) -> None:
     model = mlp()
     with trainer_of(model, pools(1)) as trainer:
         trainer.step(*batch())
@@ -100,7 +100,7 @@ def test_a_change_by_hand_is_not_overwritten_by_a_reader(pools: Shelf) -> None:
 
 
 @pytest.mark.parametrize("steps", [1, 3])
-def test_close_says_what_is_lost(steps: int, pools: Shelf, caplog: pytest.LogCaptureFixture) -> None:
+def test_close_says_what_is_lost(steps: int, pools: Pools, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="onebox"), trainer_of(mlp(), pools(1)) as trainer:
         for _ in range(steps):
             trainer.step(*batch())
@@ -119,7 +119,7 @@ def test_close_says_what_is_lost(steps: int, pools: Shelf, caplog: pytest.LogCap
     ],
 )
 def test_what_was_kept_is_not_lost(
-    keep: Callable[[onebox.Trainer, Path], object], pools: Shelf, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    keep: Callable[[onebox.Trainer, Path], object], pools: Pools, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING, logger="onebox"), trainer_of(mlp(), pools(1)) as trainer:
         trainer.step(*batch())
@@ -129,7 +129,7 @@ def test_what_was_kept_is_not_lost(
 
 @pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt])
 def test_an_error_in_the_block_leaves_current_weights(
-    kind: type[BaseException], pools: Shelf, caplog: pytest.LogCaptureFixture
+    kind: type[BaseException], pools: Pools, caplog: pytest.LogCaptureFixture
 ) -> None:
     found, expected = mlp(), mlp()
     with caplog.at_level(logging.WARNING, logger="onebox"), pytest.raises(kind), trainer_of(found, pools(1)) as trainer:
@@ -143,7 +143,7 @@ def test_an_error_in_the_block_leaves_current_weights(
 
 
 def test_a_failure_that_nobody_read_is_said_at_close(
-    pools: Shelf, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    pools: Pools, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(index_ranges, "MOST_ELEMENTS", 0)  # as if the batch was too large to be looked at before
     inputs, targets = batch()
@@ -184,17 +184,17 @@ def test_a_failure_that_nobody_read_is_said_at_close(
         ({"plan": "fast"}, r"plan='fast': there is no such file; allowed are"),
     ],
 )
-def test_arguments_are_checked_at_once(arguments: dict[str, Any], words: str, pools: Shelf) -> None:
+def test_arguments_are_checked_at_once(arguments: dict[str, Any], words: str, pools: Pools) -> None:
     with pytest.raises(UsageError, match=words):
         trainer_of(mlp(), pools(1), **arguments)
 
 
-def test_a_class_is_no_model(pools: Shelf) -> None:
+def test_a_class_is_no_model(pools: Pools) -> None:
     with pytest.raises(UsageError, match=r"model=Linear, a class; allowed is a torch\.nn\.Module: make one, Linear"):
         onebox.Trainer(nn.Linear, functional.mse_loss, sgd(mlp()), pool=pools(1))  # type: ignore[arg-type]
 
 
-def test_options_that_become_something_else(pools: Shelf) -> None:
+def test_options_that_become_something_else(pools: Pools) -> None:
     model = mlp()
     optimizer = sgd(model)
     with trainer_of(model, pools(1), optimizer=optimizer) as trainer:
@@ -219,7 +219,7 @@ def test_options_that_become_something_else(pools: Shelf) -> None:
         (lambda m, o: o.param_groups[0]["params"].pop(), r"model\.2\.bias has been removed from"),
     ],
 )
-def test_what_is_trained_has_changed(change: Callable[[Any, Any], object], words: str, pools: Shelf) -> None:
+def test_what_is_trained_has_changed(change: Callable[[Any, Any], object], words: str, pools: Pools) -> None:
     model = mlp()
     optimizer = sgd(model)
     with trainer_of(model, pools(1), optimizer=optimizer) as trainer:
@@ -233,7 +233,7 @@ def test_what_is_trained_has_changed(change: Callable[[Any, Any], object], words
 @pytest.mark.parametrize(
     "change", [lambda m: m.float(), lambda m: setattr(m[0].weight, "data", torch.zeros(16, 9, dtype=torch.float64))]
 )
-def test_parameters_of_another_kind(change: Callable[[Any], object], pools: Shelf) -> None:
+def test_parameters_of_another_kind(change: Callable[[Any], object], pools: Pools) -> None:
     model = mlp().double()
     inputs, targets = batch()
     with trainer_of(model, pools(1)) as trainer:
@@ -247,14 +247,14 @@ def test_parameters_of_another_kind(change: Callable[[Any], object], pools: Shel
 
 
 @pytest.mark.parametrize("copier", [pickle.dumps, copy.deepcopy, copy.copy])
-def test_trainers_and_pools_are_not_copied(copier: Callable[[object], object], pools: Shelf) -> None:
+def test_trainers_and_pools_are_not_copied(copier: Callable[[object], object], pools: Pools) -> None:
     with trainer_of(mlp(), pools(1)) as trainer, pytest.raises(UsageError, match="Trainer cannot be pickled or copied"):
         copier(trainer)
     with pytest.raises(UsageError, match="Pool cannot be pickled or copied"):
         copier(pools(1))
 
 
-def test_threads_take_turns(pools: Shelf) -> None:
+def test_threads_take_turns(pools: Pools) -> None:
     model, losses = mlp(), []
     with trainer_of(model, pools(1)) as trainer:
         threads = [threading.Thread(target=lambda: losses.append(float(trainer.step(*batch())))) for _ in range(4)]
@@ -267,7 +267,7 @@ def test_threads_take_turns(pools: Shelf) -> None:
     assert trainer.steps_done == 4
 
 
-def test_metrics_of_an_evaluation_belong_to_the_trainer(pools: Shelf) -> None:
+def test_metrics_of_an_evaluation_belong_to_the_trainer(pools: Pools) -> None:
     with trainer_of(mlp(), pools(1)) as trainer, pytest.raises(UsageError, match=r"Trainer\(\.\.\., metrics="):
         trainer.evaluate([batch()], metrics={"mse": functional.mse_loss})  # type: ignore[arg-type]
 
@@ -286,7 +286,7 @@ def test_metrics_of_an_evaluation_belong_to_the_trainer(pools: Shelf) -> None:
     ],
 )
 @pytest.mark.parametrize("error", [KeyError("x"), AssertionError(), RuntimeError("Expected all tensors")])
-def test_what_is_not_ours_becomes_one_error(where: type, name: str, error: Exception, pools: Shelf) -> None:
+def test_what_is_not_ours_becomes_one_error(where: type, name: str, error: Exception, pools: Pools) -> None:
     with trainer_of(mlp(), pools(1)) as trainer:
         with mock.patch.object(where, name, side_effect=error), pytest.raises(InternalError) as raised:
             trainer.step(*batch())
@@ -300,7 +300,7 @@ def test_what_is_not_ours_becomes_one_error(where: type, name: str, error: Excep
         trainer.pull()
 
 
-def test_an_error_of_a_capture_names_the_model(pools: Shelf) -> None:
+def test_an_error_of_a_capture_names_the_model(pools: Pools) -> None:
     with (
         trainer_of(mlp(), pools(1)) as trainer,
         mock.patch("onebox.graph.capture.export.trace", side_effect=KeyError("x")),
@@ -309,7 +309,7 @@ def test_an_error_of_a_capture_names_the_model(pools: Shelf) -> None:
         trainer.step(*batch())
 
 
-def test_what_users_raise_is_theirs(pools: Shelf) -> None:
+def test_what_users_raise_is_theirs(pools: Pools) -> None:
     class Mine(Exception):
         pass
 
@@ -331,7 +331,7 @@ def test_what_users_raise_is_theirs(pools: Shelf) -> None:
         trainer.step(*batch())
 
 
-def test_make_plan_raises_one_error(pools: Shelf) -> None:
+def test_make_plan_raises_one_error(pools: Pools) -> None:
     model = mlp()
     with (
         mock.patch("onebox.engine.planning.make_plan.profile_model", side_effect=ZeroDivisionError),

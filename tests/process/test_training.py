@@ -16,28 +16,14 @@ from onebox.errors import ReplicasParted, UsageError
 from onebox.wire import spec_of, to_frame
 from onebox.wire.protocol.requests import Put
 from onebox.worker import OPTIMIZERS as NATIVE
-from tests.models import CASES, OPTIMIZERS, adam_in_groups, adamw, sgd
-from tests.process.shelf import Shelf
-from tests.reference import Outcome, assert_same, train
-from tests.trainer_arguments import grouped
+from tests.kit.models import CASES, OPTIMIZERS, adam_in_groups, adamw, sgd
+from tests.kit.pools import Pools
+from tests.kit.reference import Outcome, assert_same, train
+from tests.kit.stages import outcome
+from tests.kit.trainer_arguments import grouped
 
 MICRO_BATCH = 3
 SIZES = [8, 8, 8, 5, 8, 8, 8, 5]
-
-
-def cut(size: int) -> list[int]:
-    whole, rest = divmod(size, MICRO_BATCH)
-    return [MICRO_BATCH] * whole + [rest] * (rest > 0)
-
-
-def finished(trainer: onebox.Trainer, losses: list[onebox.StepLoss]) -> Outcome:
-    """Return how a run went that has had all its steps."""
-    norms = [loss.gradient_norm for loss in losses]
-    return Outcome(
-        losses=[float(loss) for loss in losses],
-        norms=[norm for norm in norms if norm is not None],
-        tensors={name.removeprefix("model."): tensor for name, tensor in trainer.tensors().items()},
-    )
 
 
 # ---- clipping
@@ -45,21 +31,21 @@ def finished(trainer: onebox.Trainer, losses: list[onebox.StepLoss]) -> Outcome:
 
 @pytest.mark.parametrize(("name", "limit"), [("mlp", 2.3), ("cnn", 1.3)])
 @pytest.mark.parametrize("workers", [1, 3])
-def test_gradients_are_clipped_as_pytorch_does(name: str, limit: float, workers: int, pools: Shelf) -> None:
+def test_gradients_are_clipped_as_pytorch_does(name: str, limit: float, workers: int, pools: Pools) -> None:
     case = CASES[name]
     batches = case.batches(SIZES)
     model = case.model()
-    expected = train(model, case.loss, sgd(model), batches, cut, max_norm=limit)
+    expected = train(model, case.loss, sgd(model), batches, MICRO_BATCH, max_norm=limit)
     assert min(expected.norms) < limit < max(expected.norms)
     model = case.model()
     options = {"micro_batch": MICRO_BATCH, "clip_grad_norm": limit}
     with onebox.Trainer(model, case.loss, sgd(model), **grouped(pool=pools(workers), **options)) as trainer:
-        found = finished(trainer, [trainer.step(*batch) for batch in batches])
+        found = outcome(trainer, [trainer.step(*batch) for batch in batches])
     assert_same(found, expected)
     assert found.norms == pytest.approx(expected.norms, abs=1e-10)
 
 
-def test_without_clipping_there_is_no_norm(pools: Shelf) -> None:
+def test_without_clipping_there_is_no_norm(pools: Pools) -> None:
     case = CASES["mlp"]
     model = case.model()
     with onebox.Trainer(model, case.loss, sgd(model), pool=pools(1)) as trainer:
@@ -82,12 +68,12 @@ SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
-def test_schedulers_step_on_the_client_and_take_effect(scheduler: str, optimizer: str, pools: Shelf) -> None:
+def test_schedulers_step_on_the_client_and_take_effect(scheduler: str, optimizer: str, pools: Pools) -> None:
     case = CASES["mlp"]
     batches = case.batches(SIZES)
     model = case.model()
     plain = OPTIMIZERS[optimizer](model)
-    expected = train(model, case.loss, plain, batches, cut, after_step=SCHEDULERS[scheduler](plain).step)
+    expected = train(model, case.loss, plain, batches, MICRO_BATCH, after_step=SCHEDULERS[scheduler](plain).step)
     model = case.model()
     ours = OPTIMIZERS[optimizer](model)
     schedule = SCHEDULERS[scheduler](ours)
@@ -98,11 +84,11 @@ def test_schedulers_step_on_the_client_and_take_effect(scheduler: str, optimizer
         for batch in batches:
             losses.append(trainer.step(*batch))
             schedule.step()
-        assert_same(finished(trainer, losses), expected)
+        assert_same(outcome(trainer, losses), expected)
     assert schedule.get_last_lr() == [group["lr"] for group in plain.param_groups]
 
 
-def test_an_option_that_the_user_sets_between_steps_takes_effect(pools: Shelf) -> None:
+def test_an_option_that_the_user_sets_between_steps_takes_effect(pools: Pools) -> None:
     case = CASES["mlp"]
     batches = case.batches(SIZES[:4])
 
@@ -115,7 +101,7 @@ def test_an_option_that_the_user_sets_between_steps_takes_effect(pools: Shelf) -
 
     model = case.model()
     plain = adam_in_groups(model)
-    expected = train(model, case.loss, plain, batches, cut, after_step=change(plain))
+    expected = train(model, case.loss, plain, batches, MICRO_BATCH, after_step=change(plain))
     model = case.model()
     ours = adam_in_groups(model)
     with onebox.Trainer(
@@ -125,7 +111,7 @@ def test_an_option_that_the_user_sets_between_steps_takes_effect(pools: Shelf) -
         for batch in batches:
             losses.append(trainer.step(*batch))
             change(ours)()
-        assert_same(finished(trainer, losses), expected)
+        assert_same(outcome(trainer, losses), expected)
 
 
 # ---- optimizers
@@ -136,48 +122,48 @@ def matrices(model: nn.Module) -> list[nn.Parameter]:
 
 
 @pytest.mark.parametrize("name", NATIVE)
-def test_every_optimizer_that_workers_run_does_what_pytorch_does(name: str, pools: Shelf) -> None:
+def test_every_optimizer_that_workers_run_does_what_pytorch_does(name: str, pools: Pools) -> None:
     case = CASES["mlp"]
     batches = case.batches([8, 8, 8, 5, 8])
     kind = getattr(torch.optim, name)
     model = case.model()
-    expected = train(model, case.loss, kind(matrices(model)), batches, cut)
+    expected = train(model, case.loss, kind(matrices(model)), batches, MICRO_BATCH)
     model = case.model()
     with onebox.Trainer(
         model, case.loss, kind(matrices(model)), pool=pools(2), plan=onebox.DataParallel(micro_batch=MICRO_BATCH)
     ) as trainer:
-        found = finished(trainer, [trainer.step(*batch) for batch in batches])
+        found = outcome(trainer, [trainer.step(*batch) for batch in batches])
     assert_same(found, expected, 1e-3 if name == "Muon" else 1e-10)  # Muon computes in bfloat16 inside
 
 
 @pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True}, {"amsgrad": True}, {"maximize": True}])
-def test_options_of_optimizers_are_taken_over(options: dict[str, bool], pools: Shelf) -> None:
+def test_options_of_optimizers_are_taken_over(options: dict[str, bool], pools: Pools) -> None:
     case = CASES["mlp"]
     batches = case.batches(SIZES[:4])
     model = case.model()
-    expected = train(model, case.loss, torch.optim.AdamW(model.parameters(), **options), batches, cut)
+    expected = train(model, case.loss, torch.optim.AdamW(model.parameters(), **options), batches, MICRO_BATCH)
     model = case.model()
     ours = torch.optim.AdamW(model.parameters(), **options)
     with onebox.Trainer(
         model, case.loss, ours, pool=pools(2), plan=onebox.DataParallel(micro_batch=MICRO_BATCH)
     ) as trainer:
-        assert_same(finished(trainer, [trainer.step(*batch) for batch in batches]), expected)
+        assert_same(outcome(trainer, [trainer.step(*batch) for batch in batches]), expected)
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_an_optimizer_that_has_stepped_before_is_taken_over(optimizer: str, pools: Shelf) -> None:
+def test_an_optimizer_that_has_stepped_before_is_taken_over(optimizer: str, pools: Pools) -> None:
     case = CASES["cnn"]
     batches = case.batches(SIZES)
     model = case.model()
-    expected = train(model, case.loss, OPTIMIZERS[optimizer](model), batches, cut)
+    expected = train(model, case.loss, OPTIMIZERS[optimizer](model), batches, MICRO_BATCH)
     model = case.model()
     ours = OPTIMIZERS[optimizer](model)
-    before = train(model, case.loss, ours, batches[:3], cut)
+    before = train(model, case.loss, ours, batches[:3], MICRO_BATCH)
     ours.zero_grad()
     with onebox.Trainer(
         model, case.loss, ours, pool=pools(2), plan=onebox.DataParallel(micro_batch=MICRO_BATCH)
     ) as trainer:
-        after = finished(trainer, [trainer.step(*batch) for batch in batches[3:]])
+        after = outcome(trainer, [trainer.step(*batch) for batch in batches[3:]])
     assert_same(Outcome(losses=before.losses + after.losses, norms=[], tensors=after.tensors), expected)
 
 
@@ -185,7 +171,7 @@ def test_an_optimizer_that_has_stepped_before_is_taken_over(optimizer: str, pool
 
 
 @pytest.mark.parametrize("name", ["mlp", "cnn", "gpt2", "attention"])
-def test_bfloat16_is_as_near_to_float32_as_pytorchs_autocast(name: str, pools: Shelf) -> None:
+def test_bfloat16_is_as_near_to_float32_as_pytorchs_autocast(name: str, pools: Pools) -> None:
     case = CASES[name]
     batches = case.batches(SIZES, torch.float32)
 
@@ -202,13 +188,13 @@ def test_bfloat16_is_as_near_to_float32_as_pytorchs_autocast(name: str, pools: S
                 return self.model(*args, **kwargs)
 
     model = case.model(torch.float32)
-    expected = train(Cast(model), autocast, sgd(model), batches, cut)
+    expected = train(Cast(model), autocast, sgd(model), batches, MICRO_BATCH)
     exact = case.model(torch.float32)
-    wide = train(exact, case.loss, sgd(exact), batches, cut)
+    wide = train(exact, case.loss, sgd(exact), batches, MICRO_BATCH)
     model = case.model(torch.float32)
     options = {"precision": "bf16", "micro_batch": MICRO_BATCH}
     with onebox.Trainer(model, case.loss, sgd(model), **grouped(pool=pools(2), **options)) as trainer:
-        found = finished(trainer, [trainer.step(*batch) for batch in batches])
+        found = outcome(trainer, [trainer.step(*batch) for batch in batches])
     assert found.losses == pytest.approx(expected.losses, rel=1e-2)
     assert found.losses != pytest.approx(wide.losses, rel=1e-6)
     assert {tensor.dtype for tensor in found.tensors.values()} <= {torch.float32, torch.int64, torch.bool}
@@ -227,7 +213,7 @@ def correct(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("workers", [1, 3])
-def test_evaluation_is_what_pytorch_says_in_eval_mode(workers: int, pools: Shelf) -> None:
+def test_evaluation_is_what_pytorch_says_in_eval_mode(workers: int, pools: Pools) -> None:
     case = CASES["cnn"]
     batches = case.batches([9, 9, 4, 2])
     model = case.model()
@@ -250,7 +236,7 @@ def test_evaluation_is_what_pytorch_says_in_eval_mode(workers: int, pools: Shelf
     assert found.metrics["loss again"] == found.loss
 
 
-def test_evaluation_may_come_first_and_leaves_the_models_mode(pools: Shelf) -> None:
+def test_evaluation_may_come_first_and_leaves_the_models_mode(pools: Pools) -> None:
     case = CASES["cnn"]
     model = case.model().train()
     model[1].eval()
@@ -260,7 +246,7 @@ def test_evaluation_may_come_first_and_leaves_the_models_mode(pools: Shelf) -> N
     assert [module.training for module in model.modules()] == modes
 
 
-def test_evaluation_wants_a_batch(pools: Shelf) -> None:
+def test_evaluation_wants_a_batch(pools: Pools) -> None:
     case = CASES["mlp"]
     model = case.model()
     trainer = onebox.Trainer(model, case.loss, sgd(model), pool=pools(1))
@@ -271,11 +257,11 @@ def test_evaluation_wants_a_batch(pools: Shelf) -> None:
 # ---- giving back
 
 
-def test_pull_restores_weights_and_buffers_into_the_users_model(pools: Shelf) -> None:
+def test_pull_restores_weights_and_buffers_into_the_users_model(pools: Pools) -> None:
     case = CASES["cnn"]
     batches = case.batches(SIZES[:4])
     expected = case.model()
-    train(expected, case.loss, adamw(expected), batches, cut)
+    train(expected, case.loss, adamw(expected), batches, MICRO_BATCH)
     model = case.model()
     parameters = dict(model.named_parameters())
     with onebox.Trainer(
@@ -307,12 +293,12 @@ class Tempered(nn.Module):
         return functional.cross_entropy(outputs * self.temperature, targets)
 
 
-def test_a_loss_with_parameters_is_trained_too(pools: Shelf) -> None:
+def test_a_loss_with_parameters_is_trained_too(pools: Pools) -> None:
     case = CASES["mlp"]
     batches = case.batches(SIZES[:4])
     plain, loss = case.model(), Tempered()
     both = nn.ModuleList([plain, loss])
-    expected = train(plain, loss, sgd(both), batches, cut)
+    expected = train(plain, loss, sgd(both), batches, MICRO_BATCH)
     ours, ours_loss = case.model(), Tempered()
     with onebox.Trainer(
         ours,
@@ -332,21 +318,21 @@ def test_a_loss_with_parameters_is_trained_too(pools: Shelf) -> None:
 # ---- inputs
 
 
-def test_batches_of_other_shapes_are_captured_once_more(pools: Shelf) -> None:
+def test_batches_of_other_shapes_are_captured_once_more(pools: Pools) -> None:
     case = CASES["gpt2"]
     batches = case.batches([6, 5, 6])
     inputs, targets = batches[1]
     batches[1] = {"input_ids": inputs["input_ids"][:, :3]}, targets[:, :3]
     model = case.model()
-    expected = train(model, case.loss, adamw(model), batches, cut)
+    expected = train(model, case.loss, adamw(model), batches, MICRO_BATCH)
     model = case.model()
     with onebox.Trainer(
         model, case.loss, adamw(model), pool=pools(2), plan=onebox.DataParallel(micro_batch=MICRO_BATCH)
     ) as trainer:
-        assert_same(finished(trainer, [trainer.step(*batch) for batch in batches]), expected)
+        assert_same(outcome(trainer, [trainer.step(*batch) for batch in batches]), expected)
 
 
-def test_inputs_may_be_views_and_the_targets_too(pools: Shelf) -> None:
+def test_inputs_may_be_views_and_the_targets_too(pools: Pools) -> None:
     line = nn.Linear(10, 10).double()
     x_BD = torch.randn(10, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).t()
     expected = functional.mse_loss(line(x_BD), x_BD).item()
@@ -354,7 +340,7 @@ def test_inputs_may_be_views_and_the_targets_too(pools: Shelf) -> None:
         assert float(trainer.step(x_BD, x_BD)) == pytest.approx(expected, abs=1e-10)
 
 
-def test_inputs_may_be_overwritten_after_the_step_was_started(pools: Shelf) -> None:
+def test_inputs_may_be_overwritten_after_the_step_was_started(pools: Pools) -> None:
     case = CASES["mlp"]
     ((x_BD, y_B),) = case.batches([8])
     model = case.model()

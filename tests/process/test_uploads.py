@@ -21,11 +21,11 @@ from onebox.wire import TensorSpec
 from onebox.wire.protocol.instructions import Ask, Free, Get
 from onebox.wire.protocol.requests import Put
 from onebox.wire.protocol.responses import WorkerMemory
-from tests.models import CASES, sgd
-from tests.process.shelf import Shelf
-from tests.process.stages import staged
-from tests.reference import Outcome, assert_same, train
-from tests.trainer_arguments import grouped
+from tests.kit.models import CASES, sgd
+from tests.kit.pools import Pools
+from tests.kit.reference import Outcome, assert_same, train
+from tests.kit.stages import outcome, staged
+from tests.kit.trainer_arguments import grouped
 
 MICRO_BATCH = 3
 SIZES = [8, 8, 8, 5, 8, 8]
@@ -35,11 +35,6 @@ PLANS: dict[str, Plan] = {
     "three stages": staged("mlp", [0, 1, 2], micro_batch=MICRO_BATCH),
     "two replicas of two stages": staged("mlp", [(0, 1), (2, 3)], micro_batch=MICRO_BATCH),
 }
-
-
-def cut(size: int) -> list[int]:
-    whole, rest = divmod(size, MICRO_BATCH)
-    return [MICRO_BATCH] * whole + [rest] * (rest > 0)
 
 
 def trainer_of(pool: Pool, **options: Any) -> onebox.Trainer:
@@ -52,18 +47,10 @@ def planned(pool: Pool, plan: Plan, **options: Any) -> onebox.Trainer:
     return trainer_of(pool, plan=plan, **{"micro_batch": None, **options})
 
 
-def finished(trainer: onebox.Trainer, losses: list[onebox.StepLoss]) -> Outcome:
-    return Outcome(
-        losses=[float(loss) for loss in losses],
-        norms=[],
-        tensors={name.removeprefix("model."): tensor for name, tensor in trainer.tensors().items()},
-    )
-
-
 def expected(sizes: list[int] = SIZES) -> Outcome:
     case = CASES["mlp"]
     model = case.model()
-    return train(model, case.loss, sgd(model), case.batches(sizes), cut)
+    return train(model, case.loss, sgd(model), case.batches(sizes), MICRO_BATCH)
 
 
 def used(pool: Pool) -> list[int]:
@@ -72,7 +59,7 @@ def used(pool: Pool) -> list[int]:
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_each_worker_is_sent_what_its_stages_read_and_nothing_else(name: str, pools: Shelf) -> None:
+def test_each_worker_is_sent_what_its_stages_read_and_nothing_else(name: str, pools: Pools) -> None:
     plan, size = PLANS[name], 12
     pool = pools(len(plan.devices))
     batch = CASES["mlp"].batches([size])[0]
@@ -97,20 +84,20 @@ def test_each_worker_is_sent_what_its_stages_read_and_nothing_else(name: str, po
 @pytest.mark.parametrize(
     ("name", "ahead"), [("three replicas", 0), ("three replicas", 700), ("two replicas of two stages", 1 << 20)]
 )
-def test_what_is_uploaded_ahead_by_another_thread_trains_like_one_process(name: str, ahead: int, pools: Shelf) -> None:
+def test_what_is_uploaded_ahead_by_another_thread_trains_like_one_process(name: str, ahead: int, pools: Pools) -> None:
     plan = PLANS[name]
     batches = CASES["mlp"].batches(SIZES)
     with planned(pools(len(plan.devices)), plan, ahead=ahead) as trainer:
         with ThreadPoolExecutor(1) as thread:
             coming = [thread.submit(trainer.upload, *batch) for batch in batches]
             losses = [trainer.step(future.result()) for future in coming]
-        assert_same(finished(trainer, losses), expected())
+        assert_same(outcome(trainer, losses), expected())
         counters = trainer.upload_counters()
         assert counters.steps == len(SIZES)
         assert (counters.ahead == 0) == (ahead == 0)
 
 
-def test_the_users_tensors_may_change_as_soon_as_they_are_uploaded(pools: Shelf) -> None:
+def test_the_users_tensors_may_change_as_soon_as_they_are_uploaded(pools: Pools) -> None:
     with trainer_of(pools(2)) as trainer:
         losses = []
         for inputs, targets in CASES["mlp"].batches(SIZES):
@@ -119,10 +106,10 @@ def test_the_users_tensors_may_change_as_soon_as_they_are_uploaded(pools: Shelf)
             targets.zero_()
             losses.append(trainer.step(uploaded))
             assert (uploaded.size, uploaded.nbytes) == (len(inputs), inputs.nbytes + targets.nbytes)
-        assert_same(finished(trainer, losses), expected())
+        assert_same(outcome(trainer, losses), expected())
 
 
-def test_what_is_never_stepped_is_freed(pools: Shelf) -> None:
+def test_what_is_never_stepped_is_freed(pools: Pools) -> None:
     pool = pools(2)
     batch = CASES["mlp"].batches([8])[0]
     with trainer_of(pool) as trainer:
@@ -148,7 +135,7 @@ def test_what_is_never_stepped_is_freed(pools: Shelf) -> None:
         trainer.step(left)
 
 
-def test_an_upload_serves_one_step_of_its_own_trainer(pools: Shelf) -> None:
+def test_an_upload_serves_one_step_of_its_own_trainer(pools: Pools) -> None:
     batch = CASES["mlp"].batches([8])[0]
     with trainer_of(pools(2)) as trainer, trainer_of(pools(2)) as other:
         uploaded = trainer.upload(*batch)
@@ -190,7 +177,7 @@ def test_after_a_loss_the_copy_of_the_client_serves() -> None:
         uploads = [trainer.upload(*batch) for batch in batches[1:]]
         os.kill(pool.process_ids[1], signal.SIGKILL)
         losses += [trainer.step(uploaded) for uploaded in uploads]
-        assert_same(finished(trainer, losses), expected())
+        assert_same(outcome(trainer, losses), expected())
         assert len(trainer.recoveries) == 1
         held = used(pool)
         trainer.step(*batches[0]).item()
@@ -229,7 +216,7 @@ def test_slow_links_get_fewer_bytes_and_the_result_is_the_same(islands: list[lis
     assert sent[1] < 0.7 * sent[0]
 
 
-def test_a_worker_refuses_frames_that_are_no_tensors(pools: Shelf) -> None:
+def test_a_worker_refuses_frames_that_are_no_tensors(pools: Pools) -> None:
     pool, number = pools(1), 10**9
     for codec, frame, size in (("lz4", b"abc", 700), ("lz4", b"abc", 1 << 30), ("zstd", b"abc", 1 << 30)):
         put = Put((number,), (TensorSpec("uint8", (size,)),), (codec,))

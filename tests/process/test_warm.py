@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests import warm
+from tests.kit import warm
 
 LINES = {
     "a module": ["-m", "onebox", "--version"],

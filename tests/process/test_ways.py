@@ -18,10 +18,10 @@ from onebox.wire.protocol.instructions import Ask, Call, Free, Get, Receive, Red
 from onebox.wire.protocol.requests import Define, Instruction, Put, StoredProgram
 from onebox.wire.protocol.responses import Digest, WorkerMemory
 from onebox.worker.comm.shm.segment import supported
-from tests import leaks
-from tests.process.shelf import Shelf
-from tests.process.stages import reference, run, staged
-from tests.reference import assert_same
+from tests.kit import leaks
+from tests.kit.pools import Pools
+from tests.kit.reference import assert_same
+from tests.kit.stages import reference, run, staged
 from tests.unit.machines import elementwise
 
 pytestmark = pytest.mark.skipif(not supported(), reason="groups through shared memory need Linux on x86-64")
@@ -101,7 +101,7 @@ def test_tensors_of_all_sizes_go_both_ways_at_once_and_nothing_is_left() -> None
         assert used_bytes(pool) == [0, 0]
 
 
-def test_where_memory_is_not_to_be_shared_sockets_serve_and_the_result_is_the_same(pools: Shelf) -> None:
+def test_where_memory_is_not_to_be_shared_sockets_serve_and_the_result_is_the_same(pools: Pools) -> None:
     pool = pools(3)
     plan, sizes = staged("mlp", (0, (1, 2)), micro_batch=2), [8, 5, 8]
     found = run(pool, "mlp", plan, sizes)

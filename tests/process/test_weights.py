@@ -22,9 +22,9 @@ from onebox.engine.workload.batch import as_batch
 from onebox.errors import CheckpointError, UsageError
 from onebox.plan import Plan, Stage
 from onebox.wire import spec_of
-from tests.process.shelf import Shelf
+from tests.kit.pools import Pools
+from tests.kit.reference import AGREE, train
 from tests.process.test_client_memory import RETURNED
-from tests.reference import AGREE, train
 
 STEPS = 4
 SPLIT = Plan(
@@ -92,7 +92,7 @@ loss = nn.functional.cross_entropy
 
 @pytest.mark.parametrize("plan", [SPLIT, onebox.DataParallel(micro_batch=4)], ids=["stages", "replicas"])
 def test_it_trains_as_a_model_in_this_process_and_goes_on(
-    pools: Shelf, tmp_path: Path, plan: Plan | onebox.DataParallel
+    pools: Pools, tmp_path: Path, plan: Plan | onebox.DataParallel
 ) -> None:
     reference = ordinary()
     path = written(tmp_path / "hub", reference)
@@ -126,7 +126,7 @@ def test_it_trains_as_a_model_in_this_process_and_goes_on(
         assert torch.equal(tensor, found[f"model.{'table.weight' if name == 'head.weight' else name}"])
 
 
-def test_what_is_not_trained_stays_on_the_meta_device(pools: Shelf, tmp_path: Path) -> None:
+def test_what_is_not_trained_stays_on_the_meta_device(pools: Pools, tmp_path: Path) -> None:
     """Of a frozen model with parts of its own, these are pulled; they are changed by hand, and shared."""
 
     def frozen(made: Net) -> Net:
@@ -176,7 +176,7 @@ def test_weights_come_again_after_a_loss_and_planning_needs_none(tmp_path: Path)
     assert planned.plan.stages
 
 
-def test_a_file_that_is_away_for_a_while(pools: Shelf, tmp_path: Path) -> None:
+def test_a_file_that_is_away_for_a_while(pools: Pools, tmp_path: Path) -> None:
     path = written(tmp_path / "hub", ordinary())
     (last,) = path.glob("model-00003-*")
     model = on_meta()
@@ -209,7 +209,7 @@ def test_a_file_that_is_away_for_a_while(pools: Shelf, tmp_path: Path) -> None:
     ],
     ids=["no weights", "islands"],
 )
-def test_refusals(pools: Shelf, tmp_path: Path, make: Callable[..., Any], message: str) -> None:
+def test_refusals(pools: Pools, tmp_path: Path, make: Callable[..., Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         make(on_meta(), pools(2), written(tmp_path / "hub", ordinary()))
 
@@ -381,7 +381,7 @@ def segments_of(model: nn.Module, pool: onebox.Pool, path: Path) -> Plan:
         ("Phi3", False),
     ],
 )
-def test_a_folder_that_transformers_has_written(pools: Shelf, tmp_path: Path, family: str, tied: bool) -> None:
+def test_a_folder_that_transformers_has_written(pools: Pools, tmp_path: Path, family: str, tied: bool) -> None:
     import transformers
 
     config = config_of(family, tie_word_embeddings=tied)
@@ -405,7 +405,7 @@ def test_a_folder_that_transformers_has_written(pools: Shelf, tmp_path: Path, fa
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # PEFT reads it of transformers' models
-def test_adapters_of_peft_are_trained_pulled_and_read_by_it(pools: Shelf, tmp_path: Path) -> None:
+def test_adapters_of_peft_are_trained_pulled_and_read_by_it(pools: Pools, tmp_path: Path) -> None:
     import peft
     import transformers
 

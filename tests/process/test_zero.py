@@ -17,11 +17,11 @@ from onebox.errors import UsageError
 from onebox.plan import Plan, Stage
 from onebox.pool import Link, raise_first
 from onebox.wire.protocol.instructions import Ask
-from tests.models import CASES, OPTIMIZERS
-from tests.process.shelf import Shelf
-from tests.process.stages import SEED, reference, run, staged
-from tests.reference import Outcome, assert_same
-from tests.trainer_arguments import grouped
+from tests.kit.models import CASES, OPTIMIZERS
+from tests.kit.pools import Pools
+from tests.kit.reference import Outcome, assert_same
+from tests.kit.stages import SEED, outcome, reference, run, staged
+from tests.kit.trainer_arguments import grouped
 
 SIZES = (8, 8, 5, 8, 8)
 HALF = 2
@@ -51,7 +51,7 @@ def sharded(plan: Plan) -> Plan:
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_shared_out_states_give_the_result_of_one_process(name: str, pools: Shelf) -> None:
+def test_shared_out_states_give_the_result_of_one_process(name: str, pools: Pools) -> None:
     """And the bits of replicated ones; of a norm for clipping that is added up in another order, nearly."""
     case, make, options = PLANS[name]
     plan = make(case)
@@ -80,12 +80,10 @@ def trainer_on(
 
 def steps(trainer: onebox.Trainer, name: str, first: int = 0, last: int = len(SIZES)) -> Outcome:
     batches = CASES[name].batches(list(SIZES))[first:last]
-    losses = [trainer.step(*batch) for batch in batches]
-    tensors = {name.removeprefix("model."): tensor for name, tensor in trainer.tensors().items()}
-    return Outcome(losses=[float(loss) for loss in losses], norms=[], tensors=tensors)
+    return outcome(trainer, [trainer.step(*batch) for batch in batches])
 
 
-def test_an_optimizer_that_looks_at_whole_parameters_steps_them_whole(pools: Shelf) -> None:
+def test_an_optimizer_that_looks_at_whole_parameters_steps_them_whole(pools: Pools) -> None:
     plan = replicas(1.0, 1.0)("mlp")
     found = []
     for each in (plan, sharded(plan)):
@@ -96,7 +94,7 @@ def test_an_optimizer_that_looks_at_whole_parameters_steps_them_whole(pools: She
 
 @pytest.mark.parametrize(("optimizer", "before", "after"), [("adamw", 2, 3), ("sgd", 3, 2), ("adamw", 2, 0)])
 def test_checkpoints_go_on_with_another_number_of_replicas(
-    optimizer: str, before: int, after: int, pools: Shelf, tmp_path: Path
+    optimizer: str, before: int, after: int, pools: Pools, tmp_path: Path
 ) -> None:
     """``0``: on two that have everything."""
     plans = {count: sharded(replicas(*[1.0] * count)("mlp")) for count in (2, 3)} | {0: replicas(1.0, 1.0)("mlp")}
@@ -112,7 +110,7 @@ def test_checkpoints_go_on_with_another_number_of_replicas(
         assert_same(steps(trainer, "mlp", HALF), straight, **({"tolerance": 0} if not after else {}))
 
 
-def test_each_replica_has_its_part_of_the_state_and_that_is_predicted_to_the_byte(pools: Shelf) -> None:
+def test_each_replica_has_its_part_of_the_state_and_that_is_predicted_to_the_byte(pools: Pools) -> None:
     pool, sizes = pools(3), []
     inputs, targets = torch.ones(9, 24), torch.arange(9)
     for plan in (replicas(1.0, 1.0, 1.0)("deep"), sharded(replicas(1.0, 1.0, 1.0)("deep"))):
@@ -136,7 +134,7 @@ def test_each_replica_has_its_part_of_the_state_and_that_is_predicted_to_the_byt
     assert max(parts) < 0.35 * whole[0], "a third each"
 
 
-def test_it_is_an_option_of_a_trainer_without_a_plan(pools: Shelf) -> None:
+def test_it_is_an_option_of_a_trainer_without_a_plan(pools: Pools) -> None:
     with trainer_on(pools(2), None, "mlp", OPTIMIZERS["adamw"], shard_optimizer=True) as trainer:
         steps(trainer, "mlp", 0, 1)
         assert trainer.plan is not None
@@ -145,7 +143,7 @@ def test_it_is_an_option_of_a_trainer_without_a_plan(pools: Shelf) -> None:
         trainer_on(pools(2), None, "mlp", OPTIMIZERS["adamw"], shard_optimizer=True, sync="client")
 
 
-def test_it_steps_on_the_host_too(pools: Shelf) -> None:
+def test_it_steps_on_the_host_too(pools: Pools) -> None:
     plan = replace(sharded(staged("cnn", [(0, 1)])), update="host")
     found = run(pools(2), "cnn", plan, SIZES)
     assert_same(found, reference("cnn", plan, SIZES))

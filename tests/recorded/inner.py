@@ -24,8 +24,8 @@ from onebox.plan import (
 )
 from onebox.pool import Fault, open_pool
 from onebox.vgpu import alias_cuda, set_synchronous, spawn
+from tests.kit.trainer_arguments import grouped
 from tests.recorded.hashing import hash_of
-from tests.trainer_arguments import grouped
 
 __all__ = [
     "POLICY",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from tests.covering import Run, covering_array, pairs_of
+from tests.kit.covering import Run, covering_array, pairs_of
 
 KINDS = {
     "colour": ("red", "green", "blue"),

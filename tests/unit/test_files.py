@@ -10,7 +10,7 @@ import pytest
 
 import onebox
 from onebox.files import make_folder, open_regular, put_file, read_regular
-from tests import leaks
+from tests.kit import leaks
 
 SOURCE = Path(onebox.__file__).parent
 

@@ -19,7 +19,7 @@ import pytest
 
 from onebox.forking import ForkedProcess
 from onebox.reaping import LEFT_BEHIND, LeftProcess, LeftProcesses, end_process, has_ended
-from tests.waiting import until
+from tests.kit.waiting import until
 
 SCRIPT = "import threading, time; threading.Thread(target=time.sleep, args=(600,)).start(); print(1, flush=True)"
 PTRACE_SEIZE, WALL = 0x4206, 0x40000000

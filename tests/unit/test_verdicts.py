@@ -14,7 +14,7 @@ from types import ModuleType
 import psutil
 import pytest
 
-from tests.waiting import until
+from tests.kit.waiting import until
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 

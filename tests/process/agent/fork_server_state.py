@@ -19,7 +19,7 @@ from onebox.pool.launch.worker_process import WorkerProcess
 from onebox.pool.launch.worker_user import WorkerUser
 from onebox.wire import new_keys
 from onebox.worker import WorkerConfig
-from tests.waiting import until
+from tests.kit.waiting import until
 
 WAIT_S = 60.0
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from onebox.pool.backends.agents.agent_source import connect_agent
 from onebox.pool.keys.keyring import KnownAgent, identity, remember_agent
 from onebox.wire import KeyPair, new_keys
-from tests import warm
+from tests.kit import warm
 
 NOTICED_S = 30.0
 """Whatever ends is noticed within this time."""

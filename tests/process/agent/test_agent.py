@@ -43,8 +43,8 @@ from onebox.wire.protocol.agents import (
     WorkerEnded,
     encode_agent,
 )
+from tests.kit.waiting import until
 from tests.process.agent.raw import House, Raw, gone, greeted, house
-from tests.waiting import until
 
 HALF = Want("cpu", 1, 1 << 20)
 ALL = Want("cpu", 2, 1 << 20)

@@ -31,9 +31,9 @@ from onebox.wire.protocol.agents import (
     Want,
     encode_agent,
 )
-from tests import leaks
+from tests.kit import leaks
+from tests.kit.waiting import until
 from tests.process.agent.raw import House, Raw, gone, house
-from tests.waiting import until
 
 HALF = Want("cpu", 1, 1 << 20)
 POISON = 666

@@ -25,7 +25,7 @@ from onebox.pool.launch.worker_user import LeaseUsers, running_process, running_
 from onebox.pool.launch.zygotes import Zygotes
 from onebox.wire import new_keys
 from onebox.worker.sandbox import seccomp
-from tests.waiting import until
+from tests.kit.waiting import until
 
 SHARE = Share(device="cpu", threads=1, memory_bytes=1 << 26)
 WAIT_S = 60.0

@@ -19,8 +19,8 @@ import onebox
 from onebox.pool.keys.keyring import KnownAgent, allow_client, identity, remember_agent
 from onebox.pool.launch.worker_user import running_processes
 from onebox.worker.sandbox import seccomp
-from tests import warm
-from tests.waiting import until
+from tests.kit import warm
+from tests.kit.waiting import until
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root starts processes of other users")
 

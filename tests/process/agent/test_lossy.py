@@ -9,9 +9,9 @@ from msgspec.structs import replace
 import onebox
 from onebox.plan import Plan
 from onebox.pool import open_pool
-from tests.models import CASES, OPTIMIZERS
+from tests.kit.models import CASES, OPTIMIZERS
+from tests.kit.stages import staged
 from tests.process.agent.hosts import Host
-from tests.process.stages import staged
 
 pytestmark = pytest.mark.usefixtures("folder")
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from tests import warm
+from tests.kit import warm
+from tests.kit.reference import AGREE
 from tests.process.agent.hosts import Host
-from tests.reference import AGREE
 
 WITHIN_S = 500.0
 ROOT = Path(__file__).resolve().parents[3]

@@ -21,11 +21,12 @@ from onebox.errors import PoolError, UsageError, WorkerDied, WorkerError, Worker
 from onebox.plan import Plan
 from onebox.pool import Pool, open_pool
 from onebox.wire.protocol.instructions import Ask
-from tests.models import CASES, OPTIMIZERS
+from tests.kit.models import CASES, OPTIMIZERS
+from tests.kit.reference import Outcome, assert_same, train
+from tests.kit.stages import tensors_of
+from tests.kit.waiting import until
 from tests.process.agent.hosts import NOTICED_S, Host, start
 from tests.process.cli.commands import WITHIN_S, read_until, running
-from tests.reference import Outcome, assert_same, train
-from tests.waiting import until
 
 pytestmark = pytest.mark.usefixtures("folder")
 
@@ -70,7 +71,7 @@ def test_training_over_two_agents_gives_the_result_of_one_process(pool: Pool, sy
         engine=onebox.Engine(check_every=1),
     ) as trainer:
         losses = [float(trainer.step(*batch)) for batch in batches]
-        tensors = {name.removeprefix("model."): tensor for name, tensor in trainer.tensors().items()}
+        tensors = tensors_of(trainer)
     assert_same(Outcome(losses=losses, norms=[], tensors=tensors), expected)
 
 

@@ -19,10 +19,10 @@ from onebox.engine.recovery.policy import RecoveryRecord
 from onebox.plan import Plan
 from onebox.pool import Pool, open_pool
 from onebox.pool.backends.agents.agent_source import connect_agent
-from tests.models import CASES, OPTIMIZERS
+from tests.kit.models import CASES, OPTIMIZERS
+from tests.kit.stages import staged
+from tests.kit.waiting import until
 from tests.process.agent.hosts import Host
-from tests.process.stages import staged
-from tests.waiting import until
 
 pytestmark = pytest.mark.usefixtures("folder")
 
@@ -113,7 +113,7 @@ def test_a_client_that_dies_is_resumed_from_its_checkpoint_and_its_workers_are_f
 ) -> None:
     script = f"""
 import os, onebox
-from tests.models import CASES
+from tests.kit.models import CASES
 from tests.process.agent.test_recovery import SAMPLES, STEPS, BEFORE, replicas, trainer_on
 if __name__ == "__main__":
     with onebox.open("{hosts[0].address}/cpu,{hosts[1].address}/cpu", threads=1, grace_s={GONE_S}) as pool:

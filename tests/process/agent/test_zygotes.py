@@ -30,11 +30,11 @@ from onebox.pool.launch.zygotes import RETRY_S, Zygotes
 from onebox.wire import new_keys
 from onebox.wire.protocol.agents import Done, LeaseEnded, Refused, Release, Want, WorkerEnded
 from onebox.worker.sandbox import landlock, seccomp
-from tests import warm
+from tests.kit import warm
+from tests.kit.waiting import until
 from tests.process.agent.fork_server_state import PATCH
 from tests.process.agent.raw import gone, house
 from tests.process.agent.test_lease_users import readable_by_all
-from tests.waiting import until
 
 ROOT = Path(__file__).resolve().parents[3]
 SHARE = Share(device="cpu", threads=1, memory_bytes=1 << 26)

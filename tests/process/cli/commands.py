@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 
-from tests import warm
+from tests.kit import warm
 
 POOL = ("--pool", "cpu*2", "--threads", "1")
 WITHIN_S = 120.0

@@ -14,9 +14,9 @@ from PIL import Image
 
 from onebox.cli import main
 from onebox.engine.state.checkpoint_files import read, saves
+from tests.kit.waiting import until
 from tests.process.cli.commands import POOL, WITHIN_S, assert_gone, command, metrics, read_until, running, workers_of
 from tests.process.cli.conftest import SETTINGS, Run
-from tests.waiting import until
 
 ENDLESS = ("--model", "mlp", "--epochs", "100000", "--every", "1", *POOL)
 

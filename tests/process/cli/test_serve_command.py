@@ -24,7 +24,7 @@ import pytest
 
 from onebox.cli import main
 from onebox.pool.keys.keyring import allow_client, fingerprint, identity
-from tests import warm
+from tests.kit import warm
 from tests.process.cli.commands import assert_gone, workers_of
 
 PATIENCE_S = 60.0

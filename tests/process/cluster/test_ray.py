@@ -16,10 +16,10 @@ from onebox.errors import PoolError, UsageError, WorkerDied, WorkerHung
 from onebox.plan import Plan
 from onebox.pool import open_pool
 from onebox.pool.backends.ray.ray_spec import GPU_MEMORY
+from tests.kit.reference import assert_same
+from tests.kit.stages import reference, run, staged
 from tests.process.cluster.conftest import HEAD, OTHER, Nodes
 from tests.process.faults.training import WITHIN_S, fails, steps, train, trainer_on
-from tests.process.stages import reference, run, staged
-from tests.reference import assert_same
 
 SIZES = (8, 8, 5, 8)
 

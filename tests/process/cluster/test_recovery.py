@@ -10,7 +10,7 @@ import onebox
 from onebox.engine.recovery.policy import RecoveryRecord
 from onebox.plan import Plan
 from onebox.pool import Pool, open_pool
-from tests.models import CASES, OPTIMIZERS
+from tests.kit.models import CASES, OPTIMIZERS
 from tests.process.cli.commands import assert_gone
 from tests.process.cluster.conftest import Nodes
 

@@ -17,8 +17,8 @@ import pytest
 import onebox
 from onebox.pool import open_pool
 from onebox.pool.launch.fork_server import OWN
-from tests import warm as programs
-from tests.leaks import descriptors
+from tests.kit import warm as programs
+from tests.kit.leaks import descriptors
 from tests.process.faults.training import batch, parts
 
 SETTLE_S = 60.0

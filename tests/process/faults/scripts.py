@@ -14,7 +14,7 @@ from typing import Self
 
 import psutil
 
-from tests import warm
+from tests.kit import warm
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 START_S = 240.0

@@ -15,7 +15,7 @@ from onebox.engine.adaptive.migration import Migration
 from onebox.errors import OneboxError, OperatorError, ReplicasParted
 from onebox.plan import Plan, Stage
 from onebox.pool import Fault, open_pool
-from tests.trainer_arguments import grouped
+from tests.kit.trainer_arguments import grouped
 
 STEPS, BEFORE = 6, 3
 SEGMENTS = ("model.0", "model.1", "model.2", "model.3")

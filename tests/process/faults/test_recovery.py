@@ -29,10 +29,10 @@ from onebox.plan import Plan, Stage
 from onebox.pool import Fault, open_pool
 from onebox.pool.backends.local import LocalSource
 from onebox.wire.protocol.instructions import Ask
-from tests.models import CASES, OPTIMIZERS
+from tests.kit.models import CASES, OPTIMIZERS
+from tests.kit.stages import staged
+from tests.kit.trainer_arguments import grouped
 from tests.process.faults.conftest import SETTLE_S, leaving_nothing
-from tests.process.stages import staged
-from tests.trainer_arguments import grouped
 
 SEED = 5
 STEPS = 14

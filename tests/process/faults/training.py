@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import onebox
 from onebox.errors import OneboxError
 from onebox.pool import Fault, open_pool
-from tests.trainer_arguments import grouped
+from tests.kit.trainer_arguments import grouped
 
 STEPS = 8
 WITHIN_S = 30.0

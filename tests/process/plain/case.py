@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 
 from onebox.errors import OneboxError
+from tests.kit.pools import Pools
 from tests.process.plain.ways import Result, Way, make_way
-from tests.process.shelf import Shelf
 
 WAYS = ("trainer", "vgpu")
 """The ways that are compared with plain PyTorch."""
@@ -142,7 +142,7 @@ class Outcome:
         return self.kind == "equal" or re.search(expected.message, self.said, re.IGNORECASE | re.DOTALL) is not None
 
 
-def run_case(case: Case, way: str, pools: Shelf) -> Outcome:
+def run_case(case: Case, way: str, pools: Pools) -> Outcome:
     """Run a case as plain PyTorch and one other way, and compare."""
     expected = case.expected[way]
     found, said = _run(case, make_way(way, pools(case.devices)))
@@ -263,7 +263,7 @@ def judged(error: Exception) -> Outcome:
     return Outcome(kind=kind, said=f"{type(error).__name__}: {error}")
 
 
-def check(case: Case, way: str, pools: Shelf) -> None:
+def check(case: Case, way: str, pools: Pools) -> None:
     """Require that a case does what is expected of it."""
     outcome = run_case(case, way, pools)
     assert outcome.meets(case.expected[way]), f"{outcome}, not {case.expected[way]}"

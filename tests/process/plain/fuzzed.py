@@ -14,7 +14,7 @@ from onebox.graph import TracedModel
 from onebox.graph.capture.export import capture
 from onebox.plan import Plan, Stage
 from onebox.vgpu import attach
-from tests.trainer_arguments import grouped
+from tests.kit.trainer_arguments import grouped
 
 Ran = tuple[list[float], dict[str, Tensor]]
 """Losses and evaluations in their order, and parameters and buffers at the end."""

@@ -10,8 +10,8 @@ import os
 import pytest
 
 from onebox.vgpu import attach
+from tests.kit.pools import Pools
 from tests.process.plain.aliasing import Writer, fuzzed
-from tests.process.shelf import Shelf
 
 FIRST = int(os.environ.get("ONEBOX_FUZZ_SEED", "0"))
 FEW, MANY = 30, 1000
@@ -31,7 +31,7 @@ def test_a_seed_gives_one_program() -> None:
     ],
     ids=["few", "many"],
 )
-def test_aliases_are_what_they_are_on_the_cpu(seeds: range, pools: Shelf) -> None:
+def test_aliases_are_what_they_are_on_the_cpu(seeds: range, pools: Pools) -> None:
     attach(pools(2))
     counts, reports = fuzzed(seeds)
     assert not reports, "\n\n".join(reports[:3])

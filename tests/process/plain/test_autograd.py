@@ -10,13 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
+from tests.kit.pools import Pools
 from tests.process.plain.case import Case, case, check, equal_or_refused, refused
 from tests.process.plain.data import Between, labelled, mlp, sgd
 from tests.process.plain.ways import Way
-from tests.process.shelf import Shelf
 
 
-def test_as_plain_pytorch(case: Case, way: str, pools: Shelf) -> None:
+def test_as_plain_pytorch(case: Case, way: str, pools: Pools) -> None:
     check(case, way, pools)
 
 

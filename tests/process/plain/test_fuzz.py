@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.kit.pools import Pools
 from tests.process.plain import fuzzed, grammar
 from tests.process.plain.case import TOLERANCE, Outcome, judged, plain_defaults
 from tests.process.plain.pending import FUZZ_PENDING
-from tests.process.shelf import Shelf
 
 MODELS = int(os.environ.get("ONEBOX_FUZZ_MODELS", "25"))
 FIRST = int(os.environ.get("ONEBOX_FUZZ_SEED", "0"))
@@ -40,7 +40,7 @@ def script_of(text: str) -> types.ModuleType:
     return script
 
 
-def outcome_of(text: str, pools: Shelf) -> Outcome:
+def outcome_of(text: str, pools: Pools) -> Outcome:
     """Run a script both ways."""
     script = script_of(text)
     try:
@@ -59,7 +59,7 @@ def reproduction(text: str) -> str:
 
 
 @pytest.mark.parametrize("part", range(PARTS))
-def test_random_models_compute_what_plain_pytorch_computes(part: int, pools: Shelf, tmp_path: Path) -> None:
+def test_random_models_compute_what_plain_pytorch_computes(part: int, pools: Pools, tmp_path: Path) -> None:
     kinds: Counter[str] = Counter()
     for seed in range(FIRST + part, FIRST + MODELS, PARTS):
         with plain_defaults():

@@ -11,13 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.kit.pools import Pools
 from tests.process.plain.case import Case, case, check, equal_or_refused, refused
 from tests.process.plain.data import Between, labelled, mlp, sgd
 from tests.process.plain.ways import Loop, Way
-from tests.process.shelf import Shelf
 
 
-def test_as_plain_pytorch(case: Case, way: str, pools: Shelf) -> None:
+def test_as_plain_pytorch(case: Case, way: str, pools: Pools) -> None:
     check(case, way, pools)
 
 

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 from onebox.plan import Plan, Stage
+from tests.kit.pools import Pools
 from tests.process.plain.case import Case, case, check, equal_or_refused, refused
 from tests.process.plain.data import Between, integers, labelled, mlp, randn, sgd, tokens
 from tests.process.plain.ways import Loop, Way
-from tests.process.shelf import Shelf
 
 
-def test_as_plain_pytorch(case: Case, way: str, pools: Shelf) -> None:
+def test_as_plain_pytorch(case: Case, way: str, pools: Pools) -> None:
     check(case, way, pools)
 
 

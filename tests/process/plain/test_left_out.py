@@ -8,13 +8,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from tests.kit.pools import Pools
 from tests.process.plain.case import Case, case, check
 from tests.process.plain.data import CLASSES, labelled, mlp, sgd, tokens
 from tests.process.plain.ways import Way
-from tests.process.shelf import Shelf
 
 
-def test_as_plain_pytorch(case: Case, way: str, pools: Shelf) -> None:
+def test_as_plain_pytorch(case: Case, way: str, pools: Pools) -> None:
     check(case, way, pools)
 
 

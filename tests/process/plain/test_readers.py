@@ -13,13 +13,13 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn, update_bn
 
+from tests.kit.pools import Pools
 from tests.process.plain.case import Case, case, check, refused, warned
 from tests.process.plain.data import Between, labelled, mlp, randn, sgd
 from tests.process.plain.ways import Loop, Way
-from tests.process.shelf import Shelf
 
 
-def test_as_plain_pytorch(case: Case, way: str, pools: Shelf) -> None:
+def test_as_plain_pytorch(case: Case, way: str, pools: Pools) -> None:
     check(case, way, pools)
 
 

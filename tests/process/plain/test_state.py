@@ -12,13 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+from tests.kit.pools import Pools
 from tests.process.plain.case import Case, case, check, equal_or_refused, refused, warned
 from tests.process.plain.data import Between, labelled, mlp, randn, sgd, still
 from tests.process.plain.ways import Loop, Way
-from tests.process.shelf import Shelf
 
 
-def test_as_plain_pytorch(case: Case, way: str, pools: Shelf) -> None:
+def test_as_plain_pytorch(case: Case, way: str, pools: Pools) -> None:
     check(case, way, pools)
 
 

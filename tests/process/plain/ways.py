@@ -13,8 +13,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 import onebox
 from onebox.vgpu import attach
-from tests.reference import call
-from tests.trainer_arguments import grouped
+from tests.kit.reference import call
+from tests.kit.trainer_arguments import grouped
 
 MakeOptimizer = Callable[[nn.Module], Any]
 """From a model to its optimizer, or a list of several."""

@@ -11,11 +11,11 @@ import torch
 import onebox
 from onebox.vgpu import attach
 from onebox.vgpu.cuda_alias import alias_cuda
-from tests.process.shelf import Shelf
+from tests.kit.pools import Pools
 
 
 @pytest.fixture(scope="module")
-def pool(request: pytest.FixtureRequest, pools: Shelf) -> Iterator[onebox.Pool]:
+def pool(request: pytest.FixtureRequest, pools: Pools) -> Iterator[onebox.Pool]:
     """A pool whose devices are ``vgpu:0 …``; for tests that leave it whole."""
     opened = pools(getattr(request.module, "DEVICES", 2))
     box = attach(opened)

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tests.models import CASES
+from tests.kit.models import CASES
+from tests.kit.reference import call
 from tests.process.vgpu.compiling import EXACT, HERE, close, compiled, fresh, moved, programs
-from tests.reference import call
 
 __all__ = ["fresh", "programs"]
 

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import onebox
 from onebox.vgpu import VirtualTensor
 from onebox.vgpu.runtime.context import current_context
-from tests.waiting import until
+from tests.kit.waiting import until
 
 VGPU: Any = torch  # whose attribute ``vgpu`` no type checker knows
 

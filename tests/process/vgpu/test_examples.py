@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests import warm
+from tests.kit import warm
 
 ROOT = Path(__file__).parents[3]
 SCRIPTS = sorted((ROOT / "examples").glob("*.py"))

@@ -13,8 +13,8 @@ from torch.utils._pytree import tree_map
 
 import onebox
 from onebox.vgpu import VirtualTensor
-from tests.models import CASES, OPTIMIZERS
-from tests.trainer_arguments import grouped
+from tests.kit.models import CASES, OPTIMIZERS
+from tests.kit.trainer_arguments import grouped
 
 SEED = 4
 

@@ -17,8 +17,9 @@ import onebox
 from onebox.engine.config import steps_in_flight
 from onebox.errors import CaptureError, UsageError
 from onebox.plan import Plan
-from tests.reference import Outcome, assert_same, train
-from tests.trainer_arguments import grouped
+from tests.kit.reference import Outcome, assert_same, train
+from tests.kit.stages import outcome, tensors_of
+from tests.kit.trainer_arguments import grouped
 from tests.unit.engine.conftest import Pools
 from tests.unit.house import OpenPool
 
@@ -169,13 +170,6 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
 
 
-def outcome(trainer: onebox.Trainer, data: list[tuple[Tensor, Tensor]]) -> Outcome:
-    losses = [trainer.step(*batch) for batch in data]
-    found = {name.removeprefix("model."): tensor for name, tensor in trainer.tensors().items()}
-    norms = [loss.gradient_norm or 0.0 for loss in losses]
-    return Outcome(losses=[float(loss) for loss in losses], norms=norms, tensors=found)
-
-
 def plan(workers: int, micro_batch: int | None, shares: tuple[float, ...] | None = None) -> Callable[[int], list[int]]:
     made = Plan.data_parallel(range(workers), shares or (1.0,) * workers, micro_batch=micro_batch)
     return lambda size: [part.size for part in made.micro_batches(size)]
@@ -191,7 +185,7 @@ def test_any_number_of_replicas(name: str, workers: int, sync: Any, pools: Pools
     with onebox.Trainer(
         model, loss, sgd(model), pool=pools(workers), plan=onebox.DataParallel(micro_batch=micro_batch, sync=sync)
     ) as trainer:
-        found = outcome(trainer, batches([8, 8, 6] if name == "normed" else sizes))
+        found = outcome(trainer, [trainer.step(*batch) for batch in batches([8, 8, 6] if name == "normed" else sizes)])
     data = batches([8, 8, 6] if name == "normed" else sizes)
     reference = train(expected, loss, sgd(expected), data, plan(workers, micro_batch))
     assert_same(found, reference, 1e-6 if name == "halved" else 1e-12)
@@ -203,7 +197,7 @@ def test_uneven_shares_and_a_device_without_any(shares: tuple[float, ...], pools
     with onebox.Trainer(
         model, functional.mse_loss, sgd(model), pool=pools(3), plan=onebox.DataParallel(shares=shares)
     ) as trainer:
-        found = outcome(trainer, batches())
+        found = outcome(trainer, [trainer.step(*batch) for batch in batches()])
     reference = train(expected, functional.mse_loss, sgd(expected), batches(), plan(3, None, shares))
     assert_same(found, reference, 1e-12)
 
@@ -227,7 +221,7 @@ def test_clipping_and_a_scheduler_and_groups(pools: Pools) -> None:
             losses.append(float(step))
             norms.append(step.gradient_norm)
             scheduler.step()
-        tensors = {name.removeprefix("model."): tensor for name, tensor in trainer.tensors().items()}
+        tensors = tensors_of(trainer)
     found = Outcome(losses=losses, norms=norms, tensors=tensors)  # type: ignore[assignment, arg-type]
     expected = build(Counting)
     theirs = optimizer(expected)
@@ -244,7 +238,7 @@ def test_backward_reads_a_buffer_as_it_was_in_forward(pools: Pools) -> None:
     with onebox.Trainer(
         model, functional.mse_loss, sgd(model), pool=pools(1), plan=onebox.DataParallel(micro_batch=3)
     ) as trainer:
-        found = outcome(trainer, batches())
+        found = outcome(trainer, [trainer.step(*batch) for batch in batches()])
     assert_same(found, train(expected, functional.mse_loss, sgd(expected), batches(), plan(1, 3)), 1e-12)
 
 
@@ -261,7 +255,7 @@ def test_replicas_have_the_same_bits(pools: Pools) -> None:
     model = build(Normed)
     options = {"pool": pools(3), "shares": (3.0, 1.0, 2.0), "check_every": 1}
     with onebox.Trainer(model, functional.mse_loss, sgd(model), **grouped(**options)) as trainer:
-        outcome(trainer, batches([12, 12]))
+        outcome(trainer, [trainer.step(*batch) for batch in batches([12, 12])])
 
 
 def test_two_runs_have_the_same_bits(pools: Pools) -> None:
@@ -270,7 +264,7 @@ def test_two_runs_have_the_same_bits(pools: Pools) -> None:
         with onebox.Trainer(
             model, functional.mse_loss, sgd(model), pool=pools(3), plan=onebox.DataParallel(micro_batch=4)
         ) as trainer:
-            return outcome(trainer, batches([12, 12, 8])).tensors
+            return outcome(trainer, [trainer.step(*batch) for batch in batches([12, 12, 8])]).tensors
 
     one, other = run(), run()
     assert all(torch.equal(one[name], other[name]) for name in one)
@@ -283,7 +277,7 @@ def test_random_operators_follow_the_micro_batch_and_not_the_device(pools: Pools
         model = build(lambda: nn.Sequential(nn.Linear(4, 20), nn.Dropout(0.5), nn.Linear(20, 3)))
         options = {"pool": pools(1), "micro_batch": micro_batch, "seed": seed}
         with onebox.Trainer(model, functional.mse_loss, sgd(model), **grouped(**options)) as trainer:
-            return outcome(trainer, batches([8, 8]))
+            return outcome(trainer, [trainer.step(*batch) for batch in batches([8, 8])])
 
     assert run(4, 1).losses == run(4, 1).losses
     assert run(4, 1).losses != run(4, 2).losses

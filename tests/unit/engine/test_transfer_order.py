@@ -19,7 +19,7 @@ from onebox.graph.capture.export import capture
 from onebox.plan import Plan, Stage
 from onebox.wire.protocol.groups import FormGroup
 from onebox.wire.protocol.instructions import Receive
-from tests.trainer_arguments import grouped
+from tests.kit.trainer_arguments import grouped
 from tests.transfer_order import PostedInstructions
 from tests.unit.engine.conftest import Pools
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tests.models import CASES, CLASSES, Case, features, images, words
+from tests.kit.models import CASES, CLASSES, Case, features, images, words
 
 
 def alexnet() -> nn.Module:

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from onebox.graph import ModelPrograms, NamedProgram, Phase, PhaseKind, Port, TracedModel
 from onebox.graph.capture.export import capture
 from onebox.wire import check, spec_of
-from tests.models import CASES, Case
+from tests.kit.models import CASES, Case
 from tests.unit.graph.ranks import run_tape
 
 TOLERANCE = 1e-12

@@ -18,7 +18,7 @@ from onebox.graph.capture.export import capture
 from onebox.wire import ATTENTION, ATTENTION_BACKWARD, Many, Operator, Program, SlotArgument, TensorSpec
 from onebox.worker.programs.interpreter import CompiledProgram
 from onebox.worker.progress import WorkerProgress
-from tests.models import CASES
+from tests.kit.models import CASES
 
 sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))
 

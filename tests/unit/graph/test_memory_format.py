@@ -12,7 +12,7 @@ from onebox.plan import Stage
 from onebox.wire import Operator, Program
 from onebox.worker.programs.interpreter import CompiledProgram
 from onebox.worker.progress import WorkerProgress
-from tests.models import FATED
+from tests.kit.models import FATED
 from tests.unit.graph.lower.test_recompute import cut, expected_of
 from tests.unit.graph.staged import SIZE, Traced, assert_alike, order_of, run, trace, traced_case, whole
 

@@ -19,8 +19,8 @@ from onebox.errors import UsageError
 from onebox.graph import TRACING, ModelPrograms, Phase, Port, TracedModel
 from onebox.graph.capture.export import capture
 from onebox.graph.lower.phases import Division
-from tests.models import CASES
-from tests.reference import call
+from tests.kit.models import CASES
+from tests.kit.reference import call
 from tests.unit.graph.staged import (
     SIZE,
     Ran,

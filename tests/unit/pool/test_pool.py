@@ -34,8 +34,8 @@ from onebox.wire.protocol import codec
 from onebox.wire.protocol.instructions import Ask, Call, Get, Receive, Reduce, Send
 from onebox.wire.protocol.requests import Put, Shutdown
 from onebox.wire.protocol.responses import Contribution, Lookup, Scalars
-from tests.leaks import nothing_left
-from tests.trainer_arguments import grouped
+from tests.kit.leaks import nothing_left
+from tests.kit.trainer_arguments import grouped
 from tests.unit.house import OpenPool, threads_for_processes
 
 SPEC = TensorSpec("float32", (2,))

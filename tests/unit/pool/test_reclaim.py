@@ -10,7 +10,7 @@ from onebox.errors import PoolError
 from onebox.pool import reclaim
 from onebox.pool.backends.base import WorkerHandle
 from onebox.pool.reclaim import FIRST_S, MOST_S, Reclaimer, RetryTimes
-from tests.waiting import until
+from tests.kit.waiting import until
 
 
 def test_intervals_grow_with_refusals_and_not_while_nobody_can_be_asked() -> None:

@@ -15,8 +15,8 @@ import zmq
 from onebox.errors import WireError
 from onebox.wire import Overrun, ReceiveWatch, channel, configure, connection_of, new_keys, receive_watch, socket_of
 from onebox.wire.channel import receive
-from tests import leaks
-from tests.waiting import until
+from tests.kit import leaks
+from tests.kit.waiting import until
 
 KEYS, CLIENT = new_keys(), new_keys()
 LIMIT = 1 << 20

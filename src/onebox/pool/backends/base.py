@@ -119,9 +119,13 @@ def end_all(handles: Sequence[WorkerHandle], *, grace_s: float) -> None:
         grace_s: How long to wait for all of them together to end by themselves.
     """
     end_s = time.monotonic() + grace_s
+
+    def close(handle: WorkerHandle) -> None:
+        handle.close(grace_s=max(0.0, end_s - time.monotonic()))
+
     with contextlib.ExitStack() as closing:  # all of them, whichever fails
         for handle in reversed(handles):
-            closing.callback(lambda handle=handle: handle.close(grace_s=max(0.0, end_s - time.monotonic())))
+            closing.callback(close, handle)
 
 
 __all__ = [

@@ -23,7 +23,7 @@ from onebox.plan.model.schedule import Kind
 from onebox.plan.model.work import Links
 from onebox.plan.replan.network_rates import LinkProbe, ProbeResult
 from onebox.wire.protocol.responses import LinkTraffic
-from tests.waiting import until
+from tests.kit.waiting import until
 
 WAIT_S = 20.0
 USUAL_BPS, CARRIED_BYTES = 1e8, 1_000_000

@@ -22,7 +22,7 @@ from onebox.graph.shard.search import AllGather
 from onebox.graph.shard.spmd import gather_bytes, reduce_bytes
 from onebox.plan import ComputeTime, DeviceSpec, Plan, Problem, Stage
 from onebox.plan.model.cost_model import CostModel
-from tests.models import CASES
+from tests.kit.models import CASES
 from tests.unit.plan.problems import links, segment
 
 SAMPLES = 8

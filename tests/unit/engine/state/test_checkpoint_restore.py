@@ -18,7 +18,7 @@ from onebox.engine.workload.named_state import named_state
 from onebox.errors import CheckpointError, UsageError
 from onebox.plan import Plan, Stage
 from onebox.trainer_options import DataParallel
-from tests.trainer_arguments import grouped
+from tests.kit.trainer_arguments import grouped
 from tests.unit.engine.conftest import Pools
 from tests.unit.engine.state.test_checkpoint_files import manifest
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from onebox.errors import UsageError
 from onebox.feed.pipeline.ipc import SHARED_BYTES, receive, send
-from tests.leaks import mapped, nothing_left
+from tests.kit.leaks import mapped, nothing_left
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,7 +19,7 @@ from onebox.feed.sources import Tars
 from onebox.feed.sources.formats import files
 from onebox.feed.sources.formats.files import expand
 from onebox.feed.sources.formats.tar_index import members
-from tests.leaks import descriptors
+from tests.kit.leaks import descriptors
 
 
 def samples(source):

@@ -20,7 +20,7 @@ from onebox.graph import ModelPrograms, Precision, model_programs
 from onebox.graph.capture.export import capture, quiet
 from onebox.wire import SlotArgument, specs_by_slot
 from onebox.worker.sandbox.allow_list import allowed
-from tests.models import CASES
+from tests.kit.models import CASES
 
 EXAMPLE = torch.zeros(3, 4), torch.zeros(3, 2)
 

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from onebox.graph import Port, TracedModel
 from onebox.graph.capture.export import capture
-from tests.models import CASES
+from tests.kit.models import CASES
 from tests.unit.graph.staged import traced_case
 
 

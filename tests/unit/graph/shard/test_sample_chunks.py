@@ -12,7 +12,7 @@ from onebox.graph import NamedProgram, Port, TracedModel
 from onebox.graph.capture.export import capture
 from onebox.graph.shard.sample_chunks import Tail, find_tail, in_chunks, put_together, samples_of
 from onebox.wire import check, specs_by_slot
-from tests.models import Case
+from tests.kit.models import Case
 from tests.unit.graph.ranks import run_tape
 from tests.unit.graph.shard.test_search import given
 from tests.unit.graph.shard_models import ALL

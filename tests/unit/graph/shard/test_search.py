@@ -15,7 +15,7 @@ from onebox.graph import ModelPrograms, NamedProgram, Phase, Port, TracedModel, 
 from onebox.graph.capture.export import capture
 from onebox.graph.shard.placements import PARTIAL, REPLICATE, Placement, Shard
 from onebox.graph.shard.search import AllGather, AllReduce, Sharded, shard_parts, shard_tapes
-from tests.models import Case, features
+from tests.kit.models import Case, features
 from tests.unit.graph.ranks import compare, run_tape
 from tests.unit.graph.shard_models import ALL
 

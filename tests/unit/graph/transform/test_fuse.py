@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from onebox.graph import ModelPrograms, TracedModel
 from onebox.graph.capture.export import capture
-from tests.models import CASES
+from tests.kit.models import CASES
 from tests.unit.graph.lower.test_recompute import saved_bytes
 from tests.unit.graph.staged import SIZE, assert_alike, order_of, run, trace
 

@@ -15,7 +15,7 @@ from onebox.errors import UsageError
 from onebox.graph import ModelPrograms, NamedProgram, Port
 from onebox.plan import Plan, Stage
 from onebox.wire import DType, Operator, Program, SlotArgument, TensorSpec, reads, specs_by_slot, with_deaths
-from tests.models import CASES
+from tests.kit.models import CASES
 from tests.unit.graph.lower.test_recompute import cut, saved_bytes
 from tests.unit.graph.staged import SIZE, Ran, Traced, order_of, run, trace
 

@@ -15,7 +15,7 @@ from onebox.pool.client.relay import CHUNK_BYTES, Relay
 from onebox.pool.client.relay_routes import RelayEnd, RelayRoute
 from onebox.pool.errors import WorkerLocation
 from onebox.wire.relay_greeting import GREETING_BYTES, TOKEN_BYTES, Greeting, decode_greeting, greeting_reply
-from tests.waiting import until
+from tests.kit.waiting import until
 
 WITHIN_S = 30.0
 HERE = "127.0.0.1"

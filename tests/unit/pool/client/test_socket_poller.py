@@ -13,7 +13,7 @@ import pytest
 import zmq
 
 from onebox.pool.client.socket_poller import SocketPoller
-from tests.waiting import until
+from tests.kit.waiting import until
 
 WITHIN_MS = 10_000
 

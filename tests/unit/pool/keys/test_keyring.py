@@ -35,7 +35,7 @@ from onebox.pool.keys.keyring import (
     remove_client,
 )
 from onebox.wire import new_keys
-from tests import leaks
+from tests.kit import leaks
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,7 @@ import pytest
 
 from onebox.pool.launch import stderr_tail as module
 from onebox.pool.launch.stderr_tail import KEPT_BYTES, StderrTail
-from tests import leaks
+from tests.kit import leaks
 
 FLOOD = """
 import os, sys, time

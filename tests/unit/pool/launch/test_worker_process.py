@@ -18,7 +18,7 @@ from onebox.pool.launch import worker_process as module
 from onebox.pool.launch.worker_process import WorkerProcess
 from onebox.wire import new_keys
 from onebox.worker import Ports, WorkerConfig
-from tests import leaks
+from tests.kit import leaks
 
 PLACE = WorkerLocation(worker=3, host="localhost", device="cpu")
 

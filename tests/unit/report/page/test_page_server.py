@@ -20,7 +20,7 @@ from onebox.errors import UsageError
 from onebox.report.page import page_server
 from onebox.report.page.page_server import PageServer, serve_page, static_files
 from onebox.report.page.state import EventView, Head, PageState, RunNumbers
-from tests.waiting import until
+from tests.kit.waiting import until
 
 PATIENCE_S = 60.0
 LARGEST_BYTES = 300_000

@@ -11,8 +11,8 @@ import pytest
 from onebox.wire.protocol.responses import GroupTraffic
 from onebox.worker.comm.link_meter import HELD_BACK, JUDGED_TRIPS, LinkMeters, UsedConnections, _Counters
 from onebox.worker.comm.tls_mesh import DuplexLink, connect_mesh
+from tests.kit.waiting import until
 from tests.unit.worker.comm.test_tls_mesh import HERE, WITHIN_S, Store
-from tests.waiting import until
 
 MESSAGE = bytes(1 << 20)
 PAUSE_S, PAUSES = 0.02, 10

@@ -32,9 +32,9 @@ from onebox.worker.comm.manager import GroupManager, form_group
 from onebox.worker.execution.collectives import PendingBucket
 from onebox.worker.progress import WorkerProgress
 from onebox.worker.system.network_interfaces import NoAddress
+from tests.kit.waiting import until
 from tests.unit.programs import HOST
 from tests.unit.ranks import Hub
-from tests.waiting import until
 
 
 def run(

@@ -20,8 +20,8 @@ from onebox.worker.comm import tls_mesh
 from onebox.worker.comm.api import RankLost
 from onebox.worker.comm.certificate import Certificate, new_certificate, public_key, sign
 from onebox.worker.comm.tls_mesh import DuplexLink, connect_mesh
+from tests.kit.waiting import until
 from tests.unit.ranks import Keys
-from tests.waiting import until
 
 WITHIN_S = 30.0
 HERE = "127.0.0.1"

@@ -19,7 +19,7 @@ from onebox.worker.comm.api import RankLost
 from onebox.worker.comm.torch_dist import GlooGroup, while_moving
 from onebox.worker.progress import WorkerProgress
 from onebox.worker.system.tcp_connections import ConnectionState, GroupSockets
-from tests.waiting import until
+from tests.kit.waiting import until
 
 HERE = "127.0.0.1"
 NUMEL = 1 << 26

@@ -50,9 +50,9 @@ from onebox.worker.comm.api import RankLost
 from onebox.worker.process import main
 from onebox.worker.process.main import MESSAGE_BYTES, Ports, WorkerServer
 from onebox.worker.progress import WorkerProgress
+from tests.kit.waiting import until
 from tests.unit.machines import define, elementwise
 from tests.unit.worker.late_device import LateDevice
-from tests.waiting import until
 
 SPEC = TensorSpec("float32", (2,))
 VALUES = torch.tensor([1.0, -2.0])

@@ -33,8 +33,8 @@ from onebox.worker import WorkerConfig
 from onebox.worker.process import main
 from onebox.worker.process.main import WorkerServer
 from onebox.worker.progress import WorkerProgress
+from tests.kit.waiting import until
 from tests.unit.machines import define, elementwise
-from tests.waiting import until
 
 SPEC = TensorSpec("float32", (2,))
 FRAME = bytes(to_frame(torch.tensor([1.0, -2.0])))

@@ -16,7 +16,7 @@ import pytest
 
 from onebox.pool.launch.fork_server import worker_environment
 from onebox.worker.sandbox import confine, landlock, seccomp
-from tests import warm
+from tests.kit import warm
 
 SCRIPT = """
 import ctypes, json, mmap, os, resource, socket, subprocess, sys, threading

@@ -21,7 +21,7 @@ from operator_mutations import mutate
 from racing_peer import Peer, Place
 
 from onebox.wire import Items, SlotArgument
-from tests.waiting import until
+from tests.kit.waiting import until
 
 UNWRITTEN = "aten.empty.memory_format"
 OUTSIDE = (

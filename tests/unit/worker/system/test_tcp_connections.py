@@ -12,7 +12,7 @@ import pytest
 
 from onebox.worker.system import tcp_connections as module
 from onebox.worker.system.tcp_connections import GroupSockets, listeners, own_connections, shut_down
-from tests import leaks
+from tests.kit import leaks
 
 WITHIN_S = 30.0
 

@@ -46,8 +46,8 @@ from onebox.wire.protocol.agents import (
     Want,
     WorkerEnded,
 )
+from tests.kit.waiting import until
 from tests.unit.pool.backends.agents.scripted import OFFERS, ScriptedAgent, scripted
-from tests.waiting import until
 
 CPU = Want("cpu", 1, 1000)
 CLIENT = new_keys().public

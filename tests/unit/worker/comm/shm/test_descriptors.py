@@ -14,7 +14,7 @@ import pytest
 
 from onebox.worker.comm.api import RankLost
 from onebox.worker.comm.shm.descriptors import DescriptorExchange
-from tests import leaks
+from tests.kit import leaks
 
 
 @pytest.fixture(autouse=True)

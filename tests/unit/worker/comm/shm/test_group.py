@@ -24,7 +24,7 @@ from onebox.worker.comm.shm.group import ShmGroup
 from onebox.worker.comm.shm.rendezvous import _Card, shm_domain
 from onebox.worker.comm.shm.segment import LEAST_BYTES, supported
 from onebox.worker.comm.shm.sender import region_of
-from tests import leaks
+from tests.kit import leaks
 from tests.unit.ranks import run_ranks
 
 pytestmark = pytest.mark.skipif(not supported(), reason="groups through shared memory need Linux on x86-64")

@@ -29,7 +29,7 @@ from onebox.worker.comm.shm.rendezvous import find_shm_peers, shm_domain
 from onebox.worker.comm.shm.segment import SharedMemory, supported
 from onebox.worker.comm.torch_dist import GlooGroup
 from onebox.worker.progress import WorkerProgress
-from tests.leaks import nothing_left
+from tests.kit.leaks import nothing_left
 from tests.unit.programs import HOST
 from tests.unit.ranks import Hub, Keys
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.reference import Outcome, backward, clipped, state_of
+from tests.kit.reference import Cut, Outcome, backward, clipped, state_of
 
 AHEAD, CORRECTS = ("predict", "extrapolate", "both"), ("lookahead", "both", "feedback")
 """Treatments that compute on weights that are ahead, and those that correct updates."""
@@ -20,7 +20,7 @@ def train_late(
     loss: Callable[[Any, Any], Tensor],
     optimizer: torch.optim.Optimizer,
     batches: Sequence[tuple[Any, Any]],
-    cut: Callable[[int], Sequence[int]],
+    cut: Cut,
     *,
     delay: str = "none",
     max_norm: float | None = None,
@@ -38,7 +38,7 @@ def train_late(
         loss: Maps (outputs, targets) to a scalar.
         optimizer: Over the model's parameters.
         batches: (inputs, targets) of each step.
-        cut: From the samples of a batch to those of each micro-batch.
+        cut: Into micro-batches.
         delay: What is done about late gradients, by the formulas of docs/concepts/staleness.md; with ``predict``,
             ``extrapolate`` and ``both`` for SGD with momentum and optimizers of Adam's kind.
         max_norm: For clipping.

@@ -13,11 +13,15 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from onebox.plan import Plan
 from onebox.plan_names import GradientCodec
 
 AGREE = 1e-10
 """The most by which float64 results may differ after 20 steps."""
 
+
+Cut = int | Plan | Callable[[int], Sequence[int]]
+"""How batches are cut into micro-batches: each but the last of so many samples, as a plan does, or by a function."""
 
 CODE_BLOCK = 256
 """Values that a lossy codec encodes together."""
@@ -50,12 +54,20 @@ def sizes_of(batch: Any) -> int:
     return int(tree_leaves(batch)[0].shape[0])
 
 
+def micro_batches(cut: Cut, size: int) -> Sequence[int]:
+    """Return the samples of each micro-batch of a batch."""
+    if isinstance(cut, int):
+        whole, rest = divmod(size, cut)
+        return [cut] * whole + [rest] * (rest > 0)
+    return [part.size for part in cut.micro_batches(size)] if isinstance(cut, Plan) else cut(size)
+
+
 def train(
     model: nn.Module,
     loss: Callable[[Any, Any], Tensor],
     optimizer: torch.optim.Optimizer,
     batches: Sequence[tuple[Any, Any]],
-    cut: Callable[[int], Sequence[int]],
+    cut: Cut,
     *,
     max_norm: float | None = None,
     around: Callable[[int, int], contextlib.AbstractContextManager[Any]] | None = None,
@@ -68,7 +80,7 @@ def train(
         loss: Maps (outputs, targets) to a scalar.
         optimizer: Over the model's parameters.
         batches: (inputs, targets) of each step.
-        cut: From the samples of a batch to those of each micro-batch.
+        cut: Into micro-batches.
         max_norm: For clipping.
         around: From (step, micro-batch) to a context for forward.
         after_step: Called after each step, for a scheduler.
@@ -87,7 +99,7 @@ def backward(
     model: nn.Module,
     loss: Callable[[Any, Any], Tensor],
     batch: tuple[Any, Any],
-    cut: Callable[[int], Sequence[int]],
+    cut: Cut,
     around: Callable[[int], contextlib.AbstractContextManager[Any] | None],
 ) -> float:
     """Add the gradients of a batch, micro-batch by micro-batch; return its mean loss.
@@ -96,11 +108,11 @@ def backward(
         model: Its parameters get the gradients.
         loss: Maps (outputs, targets) to a scalar.
         batch: (inputs, targets).
-        cut: From the samples of the batch to those of each micro-batch.
+        cut: Into micro-batches.
         around: From a micro-batch to a context for forward, or ``None``.
     """
     total, start, size = 0.0, 0, sizes_of(batch)
-    for index, part in enumerate(cut(size)):
+    for index, part in enumerate(micro_batches(cut, size)):
         inputs, targets = tree_map(lambda t, a=start, b=start + part: t[a:b], batch)
         with around(index) or contextlib.nullcontext():
             value = loss(call(model, inputs), targets)

@@ -6,13 +6,15 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
+from torch import Tensor
+
 import onebox
 from onebox.graph import TracedModel
 from onebox.graph.capture.export import capture
 from onebox.plan import Plan, Prediction, Schedule, Stage, named_schedule
-from tests.models import CASES, OPTIMIZERS
-from tests.reference import Outcome, drawing, train
-from tests.trainer_arguments import grouped
+from tests.kit.models import CASES, OPTIMIZERS
+from tests.kit.reference import Outcome, drawing, train
+from tests.kit.trainer_arguments import grouped
 
 SEED = 5
 
@@ -69,6 +71,18 @@ def tabled(plan: Plan, batch: int) -> tuple[str, ...]:
     return Schedule(rows=rows).lines()
 
 
+def tensors_of(trainer: onebox.Trainer) -> dict[str, Tensor]:
+    """Return parameters and buffers by their names in the model."""
+    return {name.removeprefix("model."): tensor for name, tensor in trainer.tensors().items()}
+
+
+def outcome(trainer: onebox.Trainer, losses: Sequence[Any]) -> Outcome:
+    """Return how a run has gone, with the norms of its gradients where there are any."""
+    tensors = tensors_of(trainer)
+    norms = [getattr(loss, "gradient_norm", None) or 0.0 for loss in losses]
+    return Outcome(losses=[float(loss) for loss in losses], norms=norms, tensors=tensors)
+
+
 def run(pool: onebox.Pool, name: str, plan: Plan | None, sizes: Sequence[int], **options: Any) -> Outcome:
     """Train a case on a pool, as a plan says."""
     case = CASES[name]
@@ -76,10 +90,7 @@ def run(pool: onebox.Pool, name: str, plan: Plan | None, sizes: Sequence[int], *
     optimizer = OPTIMIZERS[options.pop("optimizer", "adamw")](model)
     arguments = {"seed": SEED, "check_every": 1, "plan": plan, **options}
     with onebox.Trainer(model, case.loss, optimizer, **grouped(pool=pool, **arguments)) as trainer:
-        losses = [trainer.step(*batch) for batch in case.batches(list(sizes))]
-        norms = [loss.gradient_norm or 0.0 for loss in losses]
-        found = {name.removeprefix("model."): tensor for name, tensor in trainer.tensors().items()}
-    return Outcome(losses=[float(loss) for loss in losses], norms=norms, tensors=found)
+        return outcome(trainer, [trainer.step(*batch) for batch in case.batches(list(sizes))])
 
 
 def reference(name: str, plan: Plan, sizes: Sequence[int], **options: Any) -> Outcome:
@@ -89,7 +100,4 @@ def reference(name: str, plan: Plan, sizes: Sequence[int], **options: Any) -> Ou
     optimizer = OPTIMIZERS[options.pop("optimizer", "adamw")](model)
     around = drawing(SEED) if case.draws else None
 
-    def cut(size: int) -> list[int]:
-        return [part.size for part in plan.micro_batches(size)]
-
-    return train(model, case.loss, optimizer, case.batches(list(sizes)), cut, around=around, **options)
+    return train(model, case.loss, optimizer, case.batches(list(sizes)), plan, around=around, **options)

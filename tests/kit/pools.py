@@ -17,7 +17,7 @@ PATIENCE_S = 30.0
 """For a worker to say what it holds."""
 
 
-class Shelf:
+class Pools:
     """From a number of workers to a pool of so many CPU workers; for tests that leave it whole."""
 
     def __init__(self) -> None:
