@@ -117,6 +117,7 @@ def test_uneven_replicas(devices: Any, pool: onebox.Pool) -> None:
 # ---- what can be done with a run
 
 
+@pytest.mark.feature("Checkpoints: Resume on other devices or with another plan")
 def test_a_run_goes_on_under_another_plan(pool: onebox.Pool, tmp_path: Path) -> None:
     """Two stages, then one device, then two by two: it ends as if nothing had happened."""
     name, sizes = "unet", [8, 5, 8, 12, 8, 3]

@@ -75,6 +75,7 @@ def run(
     return Outcome(losses=[float(loss) for loss in losses], norms=norms, tensors=found), delays
 
 
+@pytest.mark.feature("Late gradients: Apply gradients one step late")
 @pytest.mark.parametrize(
     ("name", "devices", "optimizer"),
     [
@@ -135,6 +136,7 @@ def test_looking_at_a_run_changes_nothing(pool: onebox.Pool) -> None:
     assert delays == {0: 1, 1: len(SIZES) - 1}
 
 
+@pytest.mark.feature("Late gradients: Correct late gradients after exact first steps")
 def test_exact_steps_come_first(pool: onebox.Pool) -> None:
     plan = staged("cnn", (0, 1), micro_batch=2, schedule=ASYNC)
     found, delays = run(pool, "cnn", plan, "sgd", warm_up=3)

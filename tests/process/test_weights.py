@@ -372,6 +372,7 @@ def segments_of(model: nn.Module, pool: onebox.Pool, path: Path) -> Plan:
         return halves(trainer, token_batches()[0])
 
 
+@pytest.mark.feature("Checkpoints: Read and write weights in the layout of a hub")
 @pytest.mark.parametrize(
     ("family", "tied"),
     [

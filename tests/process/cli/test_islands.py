@@ -14,6 +14,7 @@ from tests.process.cli.commands import command, metrics
 ISLANDS = ("--pool", "cpu*3", "--threads", "1", "--model", "mlp", "--islands", "0,1/2", "--outer-every", "7")
 
 
+@pytest.mark.feature("Islands: Resume a run of islands")
 def test_a_run_of_islands_learns_and_is_resumed(tmp_path: Path) -> None:
     options = ("--outer-compression", "e3m0", "--outer-state", "host", "--recover", "on")
     done = command(["train", *ISLANDS, *options, "--epochs", "2", "--run", "run"], tmp_path)
