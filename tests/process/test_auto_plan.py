@@ -41,6 +41,7 @@ def outcome(trainer: onebox.Trainer, losses: list[onebox.StepLoss]) -> Outcome:
     return Outcome(losses=[float(loss) for loss in losses], norms=[], tensors=tensors)
 
 
+@pytest.mark.feature('Plans: Plan and train by plan="auto"')
 @pytest.mark.parametrize("engine", [onebox.Engine(), onebox.Engine(overlap=True)], ids=["plain", "overlap"])
 def test_the_result_is_that_of_one_process(
     engine: onebox.Engine, pools: Shelf, tmp_path: Path, caplog: pytest.LogCaptureFixture

@@ -250,6 +250,7 @@ def test_a_run_that_lost_a_worker_has_the_bits_of_one_that_lost_none() -> None:
     assert all(torch.equal(tensor, outcomes[0].tensors[name]) for name, tensor in outcomes[1].tensors.items())
 
 
+@pytest.mark.feature("Data parallel: Overlap averaging with the next step")
 @pytest.mark.parametrize("layout", ["replicas", "stages", "tied", "sharded", "clipped", "folded"])
 def test_exact_steps_that_overlap_have_the_same_bits(layout: str, pool: onebox.Pool) -> None:
     """The update of a step comes in the next one, bucket by bucket, and the result is that of one process."""

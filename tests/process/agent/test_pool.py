@@ -47,6 +47,7 @@ def test_devices_of_several_hosts_have_one_numbering(hosts: tuple[Host, Host], p
     assert [host.held() for host in hosts] == [1, 1]
 
 
+@pytest.mark.feature("Data parallel: Average gradients among workers or at the client")
 @pytest.mark.parametrize("sync", ["workers", "client"])
 def test_training_over_two_agents_gives_the_result_of_one_process(pool: Pool, sync: str) -> None:
     case = CASES["mlp"]

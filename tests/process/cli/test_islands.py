@@ -67,6 +67,7 @@ def test_predicted_and_measured_stand_beside_each_other(codec: str, tmp_path: Pa
             assert device["peak_bytes"]["measured"] >= device["exact_bytes"] > 0
 
 
+@pytest.mark.feature("Plans: Compare exact, compressed and island training by a probe")
 def test_a_plan_shows_exact_compressed_and_island_training(tmp_path: Path) -> None:
     options = ("--micro-batches", "32", "--schedules", "1f1b", "--budget", "1", "--lossy", "gradients,activations")
     done = command(["plan", *ISLANDS, *options, "--probe", "30", "--report", "report.json"], tmp_path)

@@ -72,6 +72,7 @@ def test_a_worker_that_dies_is_named(cache: Path) -> None:
     assert not kept(cache)
 
 
+@pytest.mark.feature("Plans: Measure devices, links and models")
 def test_tables_and_file_measured_once(tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
     done = command(["profile", *SMALL, "--report", "p.json", "--figure", "p.svg"], tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
@@ -132,6 +133,7 @@ def test_a_wide_matrix_is_not_cut(
     assert all(len(row) == 5 for row in rows)
 
 
+@pytest.mark.feature("Plans: Measure devices, links and models")
 def test_a_model_is_measured_by_its_segments_and_kept(
     cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
