@@ -433,6 +433,7 @@ class Mixed(nn.Module):
         return self.out(x_BD)
 
 
+@pytest.mark.feature("Errors: Name layer and line of a failed operator")
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("cut", [None, 2])
 def test_the_error_names_the_layer_and_the_line_of_an_operator(cut: int | None, pools: Shelf) -> None:

@@ -103,6 +103,7 @@ def test_answers_come_in_order_also_those_of_failures(pool: Pool) -> None:
     assert done == ["run", "failure"]
 
 
+@pytest.mark.feature("Pools: Slow down devices and links for experiments")
 def test_a_slowed_down_cpu_computes_what_others_do_and_ignores_costs(pool: Pool) -> None:
     prepare(pool, 2)
     answer = pool.post(2, [Run(ROUTINE, trace=True), Ask("scalars", ())], answer=True).result(30)

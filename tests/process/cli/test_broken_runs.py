@@ -36,6 +36,7 @@ def end(process: subprocess.Popen[str]) -> str:
     return said
 
 
+@pytest.mark.feature("Command line: Resume a run")
 @pytest.mark.feature("Checkpoints: Save every so many steps, or so often")
 def test_a_killed_run_goes_on_and_ends_with_the_same_bits(undisturbed: Run, tmp_path: Path) -> None:
     line = ["train", *SETTINGS, "--run", "run", "--save-every", "7", "--every", "1"]

@@ -42,6 +42,7 @@ def test_processors() -> None:
     assert found.emulated_links == ()
 
 
+@pytest.mark.feature("Pools: Slow down devices and links for experiments")
 def test_emulated_links_come_out_as_what_they_emulate() -> None:
     links = {(0, 1): NEAR, (0, 2): FAR, (1, 2): FAR}
     with open_pool("sim,sim@0.5,sim", links=links) as pool:
