@@ -10,7 +10,7 @@ import ast
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 FILE = Path(__file__).with_name("features.md")
@@ -26,8 +26,10 @@ from the marks of the tests. A feature that is dropped on purpose is struck here
 change that drops it; no other row may lose its tests.
 """
 
+HEAD = ("| feature | test |", "|---|---|")
+
 _FEATURE = re.compile(r"[^:|~\n]+: [^|~\n]+")
-_ROW = re.compile(r"\| (?:~~(?P<struck>[^|]+)~~|(?P<shown>[^|]+)) \| (?P<rest>[^|]*) \|")
+_ROW = re.compile(r"\| (~~)?([^|~]+)(?:~~)? \| ([^|]*) \|")
 
 
 class Refusal(Exception):
@@ -61,7 +63,7 @@ def marks(files: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
     return dict(found)
 
 
-def page(shown: Mapping[str, Iterable[str]], committed: str) -> str:
+def page(shown: Mapping[str, Sequence[str]], committed: str) -> str:
     """Return the page of features.
 
     Args:
@@ -71,32 +73,33 @@ def page(shown: Mapping[str, Iterable[str]], committed: str) -> str:
     Raises:
         Refusal: A row would lose its tests, a struck feature is shown, or a feature has too many tests.
     """
-    rows = {feature: ", ".join(f"`{test}`" for test in sorted(tests)) for feature, tests in shown.items()}
-    faults = [f"{each}: more than {MOST} tests" for each, tests in rows.items() if tests.count("::") > MOST]
+    rows = dict[tuple[str, str], str]()
+    for feature, tests in shown.items():
+        area, _, name = feature.partition(": ")
+        rows[area, name] = f"| {name} | {', '.join(f'`{test}`' for test in sorted(tests))} |"
+    faults = [f"{feature}: more than {MOST} tests" for feature, tests in shown.items() if len(tests) > MOST]
     area = ""
     for line in committed.splitlines():
         area = line.removeprefix("## ") if line.startswith("## ") else area
-        row = _ROW.fullmatch(line)
-        if not area or not row or row["shown"] in ("feature", "---"):
+        if not line.startswith("|") or line in HEAD:
             continue
-        feature = f"{area}: {row['struck'] or row['shown']}"
-        if row["shown"] and feature not in shown:
-            faults.append(
-                f"{feature}: no test has its mark any more; mark another one, or strike the row with a reason"
-            )
-        elif row["struck"] and feature in shown:
+        row = _ROW.fullmatch(line)
+        struck, name, rest = row.groups() if row else (None, line, "")
+        feature = f"{area}: {name}"
+        if not struck and feature not in shown:
+            faults.append(f"{feature}: no test has its mark; mark another one, or strike the row with a reason")
+        elif struck and feature in shown:
             faults.append(f"{feature}: is struck, but a test has its mark")
-        elif row["struck"] and not row["rest"].strip():
+        elif struck and not rest:
             faults.append(f"{feature}: is struck without a reason")
-        elif row["struck"]:
-            rows[f"{area}: ~~{row['struck']}~~"] = row["rest"]
+        elif struck:
+            rows[area, name] = line
     if faults:
         raise Refusal("\n".join(faults))
-    text, area = INTRODUCTION, ""
-    for feature in sorted(rows, key=lambda feature: (feature.partition(": ")[0], feature.replace("~~", "").lower())):
-        before, (area, _, name) = area, feature.partition(": ")
-        text += "" if area == before else f"\n## {area}\n\n| feature | test |\n|---|---|\n"
-        text += f"| {name} | {rows[feature]} |\n"
+    text = INTRODUCTION
+    for area in sorted({area for area, _ in rows}):
+        names = sorted((name for of, name in rows if of == area), key=str.lower)
+        text += "\n".join(("", f"## {area}", "", *HEAD, *(rows[area, name] for name in names), ""))
     return text
 
 
