@@ -61,6 +61,7 @@ def training(tmp_path: Path) -> Iterator[Training]:
         reader.join(60)
 
 
+@pytest.mark.feature("Monitoring: Watch a run in a browser")
 def test_a_run_is_shown_with_all_that_it_does(training: Training, visitors: Any) -> None:
     page = visitors(reduced_motion="reduce").look(training.url)
     until(page, "() => document.querySelector('#gantt canvas').dataset.step > 1")
@@ -85,6 +86,7 @@ def test_a_run_is_shown_with_all_that_it_does(training: Training, visitors: Any)
     assert {"compute", "transfer"} <= {event.get("cat") for event in trace["traceEvents"]}
 
 
+@pytest.mark.feature("Monitoring: Watch a run in a browser")
 def test_a_killed_worker_and_the_recovery(training: Training, visitors: Any) -> None:
     page = visitors().look(training.url)
     until(page, "() => document.querySelector('#gantt canvas').dataset.step > 1")
@@ -137,6 +139,7 @@ def test_a_server_that_stops_is_lost_and_found_again(training: Training, visitor
         until(page, "() => document.querySelector('#state-word').textContent === 'running'")
 
 
+@pytest.mark.feature("Monitoring: Watch the pool of a script")
 def test_the_pool_of_a_script(tmp_path: Path, visitors: Any) -> None:
     script = "import torch, time\nprint(torch.ones(9, device='cuda:1').sum().item())\ntime.sleep(600)\n"
     (tmp_path / "script.py").write_text(script)
@@ -167,6 +170,7 @@ def serving(owner: Path, folder: Path) -> Iterator[subprocess.Popen[str]]:
             process.kill()
 
 
+@pytest.mark.feature("Monitoring: Watch agents in a browser")
 def test_agents_by_their_own_page_and_from_a_client(
     tmp_path: Path, visitors: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

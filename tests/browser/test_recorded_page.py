@@ -71,6 +71,7 @@ def served(run: Path) -> Iterator[PageServer]:
         yield server
 
 
+@pytest.mark.feature("Monitoring: Look at a run's folder in a browser")
 def test_a_run_is_drawn_and_followed(served: PageServer, run: Path, visitors: Any) -> None:
     """All of it at once, for the short tier: a browser takes seconds to start."""
     page = visitors().look(served.url)
@@ -98,6 +99,7 @@ def test_a_run_is_drawn_and_followed(served: PageServer, run: Path, visitors: An
     until(page, "() => document.querySelector('#events-list li').textContent.includes('worker 2 was lost')")
 
 
+@pytest.mark.feature("Monitoring: Read the page with assistive technology")
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("viewport", [WIDE, PHONE], ids=["wide", "phone"])
 def test_everybody_can_read_it(served: PageServer, visitors: Any, viewport: dict[str, int], scheme: str) -> None:

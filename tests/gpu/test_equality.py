@@ -31,6 +31,7 @@ def pool(device: str) -> Iterator[onebox.Pool]:
         yield pool
 
 
+@pytest.mark.feature("GPUs: Train on a GPU as on the CPU")
 @pytest.mark.parametrize("name", MODELS)
 def test_one_worker_gives_what_plain_pytorch_gives(name: str, pool: onebox.Pool) -> None:
     plan = Plan.data_parallel([0], [1.0], micro_batch=3)
@@ -46,6 +47,7 @@ def test_clipped_gradients_and_other_optimizers(optimizer: str, pool: onebox.Poo
     assert found.norms == pytest.approx(expected.norms, abs=TOLERANCE)
 
 
+@pytest.mark.feature("GPUs: Train on a GPU beside a CPU")
 @pytest.mark.parametrize("sync", ["workers", "client"])
 @pytest.mark.parametrize("name", ["cnn", "attention"])
 def test_a_gpu_beside_a_cpu(name: str, sync: str, device: str) -> None:

@@ -47,6 +47,7 @@ def _outcome(trainer: onebox.Trainer, losses: Sequence[SupportsFloat]) -> Outcom
     return outcome(trainer, losses)
 
 
+@pytest.mark.feature("GPUs: Train on two GPUs")
 @pytest.mark.parametrize("shares", [(1.0, 1.0), (2.0, 1.0)], ids=["equal", "uneven"])
 @pytest.mark.parametrize("model", ["mlp", "cnn", "gpt2"])
 def test_replicas(model: str, shares: tuple[float, float], pool: onebox.Pool) -> None:
@@ -59,6 +60,7 @@ def test_replicas_that_share_the_state_of_the_optimizer(pool: onebox.Pool) -> No
     assert_same(run(pool, "gpt2", plan, SIZES), reference("gpt2", plan, SIZES), TOLERANCE)
 
 
+@pytest.mark.feature("GPUs: Train on two GPUs")
 @pytest.mark.parametrize(
     ("schedule", "stages"),
     [("gpipe", (0, 1)), ("1f1b", (0, 1)), ("zb-h1", (0, 1)), ("interleaved", (0, 1, 0, 1)), ("zbv", (0, 1, 1, 0))],

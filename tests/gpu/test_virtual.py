@@ -44,6 +44,7 @@ def _losses(kind: str, device: str) -> list[float]:
     return losses
 
 
+@pytest.mark.feature("GPUs: Run a script on a GPU of the pool")
 @pytest.mark.parametrize("kind", ["cnn", "attention"])
 def test_a_plain_loop_gives_what_it_gives_on_the_host(pool: onebox.Pool, kind: str) -> None:
     assert _losses(kind, "vgpu:0") == pytest.approx(_losses(kind, "cpu"), abs=1e-9)

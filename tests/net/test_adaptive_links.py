@@ -94,6 +94,7 @@ def expected(plan: Plan, steps: int) -> reference.Outcome:
     return reference.train(*parts(), [batch(step) for step in range(steps)], lambda size: cut)
 
 
+@pytest.mark.feature("Adaptive plans: Leave out a device behind a slow link")
 @pytest.mark.parametrize(
     "kind",
     [

@@ -78,6 +78,7 @@ def test_a_plan_is_for_the_link_as_it_is_now(fleet: Fleet, network: Network, tmp
         assert "has changed" in warned
 
 
+@pytest.mark.feature("Plans: Plan with slow links between hosts")
 def test_a_run_without_a_plan_does_without_a_slow_link_and_says_so(
     fleet: Fleet, network: Network, tmp_path: Path
 ) -> None:
@@ -97,6 +98,7 @@ def test_a_run_without_a_plan_does_without_a_slow_link_and_says_so(
         assert "plan auto" not in done.stderr
 
 
+@pytest.mark.feature("Monitoring: Learn which link a run waits for")
 def test_a_run_says_which_link_it_waits_for(fleet: Fleet, network: Network, tmp_path: Path) -> None:
     run, pool = tmp_path / "run", ("--pool", fleet.spec("red", "green"))
     job = ("--model", "tests.net.training:Wide", "--data", "digits", "--batch", "361", "--threads", "1")

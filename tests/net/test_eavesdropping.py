@@ -78,6 +78,7 @@ def exchange(pool: Pool, tensor: torch.Tensor) -> list[bytes]:
     return [result.value for answer in answers for result in answer.results if isinstance(result, Digest)]
 
 
+@pytest.mark.feature("Security: Encrypt tensors between hosts")
 @pytest.mark.parametrize("plain", [False, True], ids=["encrypted", "plain_links"])
 def test_tensors_between_hosts_cannot_be_read_on_the_way_unless_asked_for(
     fleet: Fleet, network: Network, plain: bool, caplog: pytest.LogCaptureFixture

@@ -40,6 +40,7 @@ FEW_BYTES = 1 << 16
 """Of windows that hold back even a small model."""
 
 
+@pytest.mark.feature("Networks: Fill a far link with several connections")
 def test_a_link_that_windows_hold_back_has_several_connections_and_one_order() -> None:
     with far_hosts() as network:
         narrow(network, ("here", "there"))

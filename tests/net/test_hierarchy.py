@@ -23,6 +23,7 @@ BEFORE, STEPS = 2, 6
 TRIO = (0, 1, 2)
 
 
+@pytest.mark.feature("Data parallel: Sum within each host first")
 def test_a_host_sums_up_first_where_the_network_was_measured_to_be_slow(
     fleet: Fleet, network: Network, monkeypatch: pytest.MonkeyPatch
 ) -> None:

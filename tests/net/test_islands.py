@@ -29,6 +29,7 @@ STOP_S = 1.0
 PAUSE_S = 0.1
 
 
+@pytest.mark.feature("Islands: Go on without a lost island")
 def test_an_island_that_is_cut_off_leaves_within_seconds_and_joins_when_its_host_is_back(
     fleet: Fleet, network: Network
 ) -> None:

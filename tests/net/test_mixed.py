@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 import onebox
 from onebox.plan import Plan
 from tests.kit.reference import assert_same
@@ -14,6 +16,7 @@ AWAY_S = 4.5
 """Longer than a silent host is waited for unless a longer grace is asked for."""
 
 
+@pytest.mark.feature("Recovery: Ride out a cut of the network")
 def test_they_meet_at_the_clients_own_address_and_a_longer_cut_is_ridden_out_if_asked_for(
     fleet: Fleet, network: Network
 ) -> None:

@@ -16,6 +16,7 @@ INNER = "192.168.77.2"
 WORKER_PORTS = "7200-7299"
 
 
+@pytest.mark.feature("Networks: Reach an agent behind NAT")
 def test_clients_and_peers_reach_an_agent_behind_a_router_by_the_address_that_it_advertises(
     fleet: Fleet, network: Network
 ) -> None:

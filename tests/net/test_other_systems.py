@@ -89,6 +89,7 @@ def test_a_client_is_paired_by_a_code(fleet: Fleet, network: Network, command: C
     assert "started" in printed(command("logs", green, who=who))
 
 
+@pytest.mark.feature("Installation: Use a client on macOS or Windows")
 def test_a_model_is_planned_and_trained(fleet: Fleet, command: Command, tmp_path: Path) -> None:
     spec = fleet.spec("red", "green")
     plan = tmp_path / "plan.json"

@@ -15,6 +15,7 @@ from tests.net.fleet import Fleet
 from tests.net.hosts import Network
 
 
+@pytest.mark.feature("Agents: Pair client and agent by a code")
 def test_a_code_makes_client_and_agent_known_to_each_other(fleet: Fleet, network: Network) -> None:
     red = network["red"].address
     with fleet.client("ana"), pytest.raises(UsageError, match="not paired"):

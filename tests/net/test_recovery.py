@@ -114,6 +114,7 @@ def test_a_worker_that_is_killed_is_replaced(kind: str, pool: onebox.Pool, undis
     assert_bits(found.outcome, undisturbed[kind])
 
 
+@pytest.mark.feature("Recovery: Replace workers that die or hang, with the same bits")
 def test_a_worker_that_hangs_is_noticed_and_replaced(
     pool: onebox.Pool, fleet: Fleet, undisturbed: dict[str, Outcome]
 ) -> None:
@@ -152,6 +153,7 @@ def test_what_does_not_last_is_ridden_out(
     assert_bits(found.outcome, undisturbed[kind])
 
 
+@pytest.mark.feature("Recovery: Go on with fewer devices")
 def test_what_is_left_goes_on_without_a_host_whose_cable_is_out_for_good(
     pool: onebox.Pool, fleet: Fleet, network: Network, undisturbed: dict[str, Outcome]
 ) -> None:

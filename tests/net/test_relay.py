@@ -52,6 +52,7 @@ def opened(fleet: Fleet, *names: str) -> onebox.Pool:
         return onebox.open(fleet.spec(*names), threads=1, grace_s=GRACE_S)
 
 
+@pytest.mark.feature("Networks: Relay between hosts that cannot connect, without reading")
 def test_what_the_client_relays_cannot_be_read_there(
     fleet: Fleet, network: Network, apart: tuple[Host, Host], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -113,6 +114,7 @@ def two_stages() -> Plan:
 PLANS = {"data-parallel": lambda: Plan.data_parallel(range(2), (1.0, 1.0), micro_batch=4), "pipelined": two_stages}
 
 
+@pytest.mark.feature("Networks: Relay between hosts that cannot connect, without reading")
 @pytest.mark.parametrize("kind", PLANS)
 def test_runs_over_a_relay_equal_those_of_one_process(fleet: Fleet, apart: tuple[Host, Host], kind: str) -> None:
     plan = PLANS[kind]()

@@ -20,6 +20,7 @@ from tests.net.training import NARROW, alone, plans
 TRIES = 3
 
 
+@pytest.mark.feature("Recovery: Take back a host that returns")
 def test_a_run_goes_on_within_seconds_without_a_host_that_is_cut_off_and_takes_it_back(
     fleet: Fleet, network: Network, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -17,6 +17,7 @@ STEPS = 6
 BEFORE = 2
 
 
+@pytest.mark.feature("Networks: Send tensors from host to host directly")
 @pytest.mark.parametrize("kind", ["data-parallel", "pipelined"])
 def test_the_result_is_that_of_one_process_and_tensors_do_not_pass_the_client(
     kind: str, pool: onebox.Pool, fleet: Fleet, network: Network

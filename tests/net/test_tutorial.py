@@ -50,6 +50,7 @@ def wait_for(pattern: str, process: subprocess.Popen[bytes], printed: Callable[[
     return found[found.re.groups]
 
 
+@pytest.mark.feature("Agents: Pair client and agent by a code")
 def test_the_tutorial_on_two_machines(tmp_path: Path) -> None:
     why = unavailable()
     if why:

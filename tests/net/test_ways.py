@@ -16,6 +16,7 @@ from tests.net.training import NARROW, alone, batch, outcome, parts, plans
 STEPS = 2
 
 
+@pytest.mark.feature("Networks: Share memory among workers of a host, or not")
 @pytest.mark.skipif(not supported(), reason="groups through shared memory need Linux on x86-64")
 def test_workers_of_one_host_share_memory_and_none_share_it_across_hosts(
     fleet: Fleet, caplog: pytest.LogCaptureFixture

@@ -90,6 +90,7 @@ def problem_of(pool: Pool, speeds: tuple[float, ...]) -> Problem:
     return replace(found, devices=devices)
 
 
+@pytest.mark.feature("Adaptive plans: Move layers from a slow device with the same bits")
 def test_layers_move_away_from_a_device_that_becomes_slow(sims: Pool, caplog: pytest.LogCaptureFixture) -> None:
     built, plan = model(), cut(3)
     costs = dict.fromkeys(SEGMENTS, (COST_S, COST_S, COST_S))
@@ -123,6 +124,7 @@ def test_layers_move_away_from_a_device_that_becomes_slow(sims: Pool, caplog: py
     assert any(made.line.startswith(line) for line in begun), "what became of it is added later"
 
 
+@pytest.mark.feature("Adaptive plans: Move layers from a slow device with the same bits")
 def test_the_curve_of_a_run_whose_layers_move_is_the_same_to_the_last_bit(pools: Pools) -> None:
     pool, plan = pools(2), cut(1)
 

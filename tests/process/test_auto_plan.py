@@ -37,6 +37,7 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
 
+@pytest.mark.feature('Plans: Plan and train by plan="auto"')
 @pytest.mark.parametrize("engine", [onebox.Engine(), onebox.Engine(overlap=True)], ids=["plain", "overlap"])
 def test_the_result_is_that_of_one_process(
     engine: onebox.Engine, pools: Pools, tmp_path: Path, caplog: pytest.LogCaptureFixture

@@ -67,6 +67,7 @@ def test_it_has_the_state_of_its_beginning(pool: Pool, options: dict[str, Any], 
     assert hashes(second.result()) == hashes(last)
 
 
+@pytest.mark.feature("Checkpoints: Save while training goes on")
 def test_a_run_that_is_resumed_from_it_has_the_same_bits(pool: Pool, tmp_path: Path) -> None:
     with trainer(pool) as training:
         training.step(INPUTS, TARGETS)

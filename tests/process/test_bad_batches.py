@@ -157,6 +157,7 @@ def test_a_small_bad_batch_is_refused_at_its_line(kind: str, pools: Pools) -> No
     assert "nothing has been sent" in str(error)
 
 
+@pytest.mark.feature("Trainer: Lose one step to a bad batch or a NaN")
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("which", ["one device", "replicas", "stages", "both", "shared out", "on the host", "split"])
 @pytest.mark.parametrize("kind", ["label", "word"])
@@ -270,6 +271,7 @@ def test_a_recovery_leaves_out_what_was_left_out_before(which: str) -> None:
     torch.testing.assert_close(dict(model.named_parameters()), dict(reference.named_parameters()), rtol=0, atol=1e-10)
 
 
+@pytest.mark.feature("Trainer: Lose one step to a bad batch or a NaN")
 @pytest.mark.parametrize("stages", [1, 2])
 def test_a_nan_under_anomaly_detection_costs_one_step_and_is_trained_on_without(stages: int, pools: Pools) -> None:
     x_B, y_B = torch.linspace(-1, 1, 8, dtype=torch.float64)[:, None], torch.zeros(8, 1, dtype=torch.float64)
@@ -431,6 +433,7 @@ class Mixed(nn.Module):
         return self.out(x_BD)
 
 
+@pytest.mark.feature("Errors: Name layer and line of a failed operator")
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("cut", [None, 2])
 def test_the_error_names_the_layer_and_the_line_of_an_operator(cut: int | None, pools: Pools) -> None:

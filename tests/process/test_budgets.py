@@ -55,10 +55,12 @@ def halved(parts: Any) -> Plan:
     return Plan(stages=stages, micro_batch=16)
 
 
+@pytest.mark.feature("Memory: Limit the memory of each device")
 def test_each_device_has_its_own_budget(pool: onebox.Pool) -> None:
     assert [device.memory_bytes for device in pool.devices] == [LARGE_BYTES, SMALL_BYTES]
 
 
+@pytest.mark.feature("Memory: Limit the memory of each device")
 def test_an_eager_operator_above_the_budget_is_named(pool: onebox.Pool) -> None:
     small = torch.ones(1 << 12, device="vgpu:1")
     with pytest.raises(torch.OutOfMemoryError, match=rf"worker 1 .*aten\.repeat.*quota is {SMALL_BYTES}") as caught:
@@ -72,6 +74,7 @@ def test_an_eager_operator_above_the_budget_is_named(pool: onebox.Pool) -> None:
     assert small.sum().item() == 1 << 12, "what is there stays"
 
 
+@pytest.mark.feature("Memory: Be told where memory lacks, before uploading if possible")
 def test_an_operator_of_a_step_above_the_budget_is_named_with_its_stage(pool: onebox.Pool, parts: Any) -> None:
     model, loss, optimizer, batch = parts
     others = torch.ones(35 << 10, device="vgpu:1")  # somebody else's, of which no plan knows
@@ -97,6 +100,7 @@ def held_bytes(pool: onebox.Pool) -> list[int]:
     return [result.used_bytes for answer in answers for result in answer.results if isinstance(result, WorkerMemory)]
 
 
+@pytest.mark.feature("Memory: Be told where memory lacks, before uploading if possible")
 def test_a_step_that_will_not_fit_is_refused_before_anything_is_uploaded(pool: onebox.Pool, parts: Any) -> None:
     model, loss, optimizer, batch = parts
     small, large = batch, (torch.ones(256, 8), torch.zeros(256, 8))

@@ -72,6 +72,7 @@ PLANS: dict[str, Plan] = {
 }
 
 
+@pytest.mark.feature("Trainer: Keep samples on the workers")
 @pytest.mark.parametrize(
     ("name", "ahead"), [("one", False), ("three replicas", False), ("three replicas", True), ("three stages", True)]
 )

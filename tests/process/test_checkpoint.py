@@ -61,6 +61,7 @@ def interrupted(
 # ---- resuming
 
 
+@pytest.mark.feature("Checkpoints: Resume with the same bits")
 @pytest.mark.parametrize(
     ("name", "optimizer"),
     [("cnn", "adamw"), ("cnn", "sgd"), ("tied", "adam-in-groups"), ("dropping", "sgd"), ("dropping", "adamw")],
@@ -86,6 +87,7 @@ def test_the_settings_of_the_trainer_are_kept(options: dict[str, Any], pools: Po
     assert_same(resumed, straight, tolerance=0)
 
 
+@pytest.mark.feature("Checkpoints: Resume on other devices or with another plan")
 @pytest.mark.parametrize(
     ("name", "before", "after"), [("cnn", 1, 3), ("cnn", 3, 2), ("dropping", 2, 1), ("dropping", 1, 2)]
 )

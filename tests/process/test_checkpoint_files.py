@@ -62,6 +62,7 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
+@pytest.mark.feature("Checkpoints: Keep the newest saves and go back to one")
 def test_the_newest_two_are_kept_unless_told_otherwise(pools: Pools, tmp_path: Path) -> None:
     made = save(pools, tmp_path, times=3)
     assert made[-1].name == "step-00000006"
@@ -78,6 +79,7 @@ def test_the_newest_save_counts_and_each_can_be_named(pools: Pools, tmp_path: Pa
     assert resume(pools, made[0]) == 2
 
 
+@pytest.mark.feature("Checkpoints: Keep the newest saves and go back to one")
 def test_a_run_that_goes_back_resumes_on_its_new_branch(pools: Pools, tmp_path: Path) -> None:
     made = save(pools, tmp_path, times=3)  # after steps 2, 4 and 6, of which two are kept
     case = CASES["mlp"]
@@ -153,6 +155,7 @@ KILLED = """
 """
 
 
+@pytest.mark.feature("Checkpoints: Find a save complete or absent")
 def test_a_save_that_is_killed_at_any_moment_leaves_the_one_before(tmp_path: Path) -> None:
     command = [sys.executable, "-c", textwrap.dedent(KILLED), str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=True)
@@ -232,6 +235,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
 }
 
 
+@pytest.mark.feature("Checkpoints: Find a save complete or absent")
 @pytest.mark.parametrize("kind", DAMAGE)
 def test_a_damaged_checkpoint_is_refused_and_says_what_is_wrong(kind: str, saved: Path, pools: Pools) -> None:
     damage, message = DAMAGE[kind]

@@ -164,6 +164,7 @@ def reference(
     return train(model, functional.cross_entropy, optimizer(model), batches(kind), lambda size: cut, max_norm=limit)
 
 
+@pytest.mark.feature("Trainer: Train recurrent layers and complex numbers")
 @pytest.mark.parametrize(("kind", "optimizer"), [(Waves, adam), (Waves, momentum), (Spectrum, adam)])
 @pytest.mark.parametrize("name", PLANS)
 def test_the_result_is_that_of_one_process(

@@ -17,6 +17,7 @@ from onebox.wire.protocol.requests import Put
 from onebox.worker.sandbox import seccomp
 
 
+@pytest.mark.feature("Security: Confine workers without privileges")
 def test_no_thread_of_a_worker_has_a_privilege_and_groups_form_all_the_same() -> None:
     with open_pool("cpu*2", threads=2) as pool:
         group = pool.form_group((0, 1), "workers")

@@ -38,6 +38,7 @@ def test_workers_use_the_instruction_sets_that_a_user_allows(monkeypatch: pytest
     assert (sim.aten, sim.onednn, sim.hardware) == ("", "", ())
 
 
+@pytest.mark.feature("CPU workers: Train stages with channels last")
 @pytest.mark.parametrize(("model", "devices"), [("unet", (0, 1, 0)), ("cnn", (1,))])
 def test_stages_with_channels_last_train_as_one_process(
     model: str, devices: tuple[int, ...], pool: onebox.Pool
@@ -52,6 +53,7 @@ def test_stages_with_channels_last_train_as_one_process(
         assert_same(run(pool, model, plan, sizes), expected)
 
 
+@pytest.mark.feature("CPU workers: Fuse activations that are written out")
 def test_fused_activations_train_as_one_process(pool: onebox.Pool, tmp_path: pathlib.Path) -> None:
     """In less memory; a run that is resumed fuses, too."""
     plan, sizes = staged("gpt2", (0, 1)), (6, 6, 6)

@@ -32,6 +32,7 @@ def pool(pools: Pools) -> onebox.Pool:
     return pools(4)
 
 
+@pytest.mark.feature("Late gradients: Correct late gradients after exact first steps")
 @pytest.mark.parametrize(
     ("rule", "delay", "warm_up"), [("SGD", "extrapolate", 0), ("AdamW", "extrapolate", 0), ("AdamW", "both", 2)]
 )

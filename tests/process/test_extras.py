@@ -106,6 +106,7 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.feature("Installation: Do without optional packages")
 @pytest.mark.parametrize("extra", COMMANDS)
 def test_a_command_that_needs_one_says_so(said: dict[str, Any], extra: str) -> None:
     status, text = said[extra]
@@ -118,6 +119,7 @@ def test_every_module_is_imported_without_them(said: dict[str, Any]) -> None:
     assert said["modules"] > 200
 
 
+@pytest.mark.feature("Installation: Do without optional packages")
 def test_the_demo_works_without_them(tmp_path: Path) -> None:
     demo = "-m onebox train --data digits --model cnn --epochs 1"
     done = python(tmp_path, *demo.split())

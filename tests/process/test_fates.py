@@ -72,6 +72,7 @@ def require_same_bits(found: Outcome, expected: Outcome) -> None:
         assert torch.equal(found.tensors[key], tensor), key
 
 
+@pytest.mark.feature("Memory: Recompute, offload or swap activations")
 @pytest.mark.parametrize("name", MODELS)
 def test_each_span_in_turn_on_one_device(name: str, pool: onebox.Pool) -> None:
     """Offloading is so of few models: what goes to the host does not depend on what made it."""

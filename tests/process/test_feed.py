@@ -59,6 +59,7 @@ def run(trainer: onebox.Trainer, feed: onebox.Feed, steps: int) -> list[float]:
     return [float(loss) for loss in losses]
 
 
+@pytest.mark.feature("Feed: Train from a feed, and resume at the next sample")
 @pytest.mark.parametrize(
     ("stop", "transform", "broken", "before", "after"),
     [
@@ -124,6 +125,7 @@ def test_bad_data_ends_the_epoch_and_the_trainer_goes_on(pools: Pools) -> None:
         assert len(run(trainer, make_feed(None, trainer.upload), 4)) == 4
 
 
+@pytest.mark.feature("Feed: Train from a feed, and resume at the next sample")
 def test_the_example_learns(tmp_path: Path) -> None:
     script = Path(__file__).parents[2] / "examples" / "trainer" / "pictures.py"
     options = ["--pool", "cpu*2", "--batch-size", "120", "--epochs", "2", "--json", "losses.json"]

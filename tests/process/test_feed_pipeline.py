@@ -240,6 +240,7 @@ def test_leaving_early_ends_processes_in_the_middle_of_their_work(tmp_path):
         raise KeyboardInterrupt
 
 
+@pytest.mark.feature("Feed: Find the bottleneck, and adjust to it")
 def test_auto_forks_more_while_it_runs(monkeypatch):
     monkeypatch.setattr(pipeline_module, "WINDOW_S", 0.0)
 

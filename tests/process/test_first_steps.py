@@ -95,6 +95,7 @@ def correction(opened: onebox.Trainer) -> ProfileCorrection:
     raise AssertionError("no steps were compared")
 
 
+@pytest.mark.feature("Plans: Correct a profile by the first steps")
 def test_a_device_that_is_slower_than_planned_is_found_in_the_first_steps(
     sims: Pool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -141,6 +142,7 @@ def test_a_plan_without_its_problem_is_compared_too_and_adaptive_and_unplanned_r
             assert opened.profile_correction is None
 
 
+@pytest.mark.feature("Plans: Correct a profile by the first steps")
 def test_a_later_plan_is_made_from_the_corrected_profile_until_it_is_measured_again(pools: Pools) -> None:
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

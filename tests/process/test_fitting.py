@@ -45,6 +45,7 @@ def train(
         return [loss.item() for loss in losses]
 
 
+@pytest.mark.feature("Memory: Ask whether a model fits")
 def test_what_fits_to_the_byte_trains_and_a_byte_less_fails() -> None:
     peak = asked(None).peaks[0].size_bytes
     assert asked(peak).fits
@@ -56,6 +57,7 @@ def test_what_fits_to_the_byte_trains_and_a_byte_less_fails() -> None:
     assert operator in str(caught.value), "it fails where the peak was said to be"
 
 
+@pytest.mark.feature("Memory: Learn what would fit, and the largest batch")
 def test_the_largest_batch_trains_and_one_more_sample_fails() -> None:
     budget = asked(None).peaks[0].size_bytes // 2
     found = asked(budget)
@@ -67,6 +69,7 @@ def test_the_largest_batch_trains_and_one_more_sample_fails() -> None:
         train(budget, batch=found.largest.fails)
 
 
+@pytest.mark.feature("Memory: Learn what would fit, and the largest batch")
 def test_a_way_that_fits_trains_within_the_budget() -> None:
     budget = asked(None, name="unet").peaks[0].size_bytes * 3 // 4
     found = asked(budget, name="unet", plan=onebox.DataParallel(micro_batch=BATCH))

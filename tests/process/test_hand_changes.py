@@ -135,6 +135,7 @@ def trained(trainer: onebox.Trainer, name: str, change: Change, sizes: Sequence[
     return Outcome(losses=[float(loss) for loss in losses], norms=[], tensors=state_of(trainer.model))
 
 
+@pytest.mark.feature("Trainer: Change weights by hand between steps")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_sees_a_change(layout: str, pools: Pools) -> None:
     make, options = LAYOUTS[layout]
@@ -186,6 +187,7 @@ def test_a_change_of_old_weights_is_refused(change: Change, pools: Pools, caplog
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
+@pytest.mark.feature("Trainer: Change weights by hand between steps")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_push_sends_what_is_here(layout: str, pools: Pools, tmp_path: Path) -> None:
     make, options = LAYOUTS[layout]

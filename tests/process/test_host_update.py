@@ -43,6 +43,7 @@ def on_host(plan: Plan) -> Plan:
     return replace(plan, update="host")
 
 
+@pytest.mark.feature("Memory: Update parameters on the host")
 @pytest.mark.parametrize("name", PLANS)
 def test_steps_on_the_host_have_the_bits_of_steps_on_the_devices(name: str, pools: Pools) -> None:
     case, make = PLANS[name]

@@ -443,6 +443,7 @@ def late_run(
         return trainer.island_changes
 
 
+@pytest.mark.feature("Islands: Go on without late islands")
 @pytest.mark.parametrize(("layout", "victim"), [("devices", 1), ("replicas", 0), ("pipelines", 2)])
 def test_a_late_island_is_not_waited_for_and_its_samples_count_when_it_is_back(layout: str, victim: int) -> None:
     outer = onebox.Outer(every=4, shares=LAYOUTS[layout][-1], quorum=1, grace_s=0.3)

@@ -285,6 +285,7 @@ CASES_OF_ISLANDS: dict[str, tuple[str, int, list[list[int]], Callable[[], Any], 
 """Model, workers, islands, plans and shares."""
 
 
+@pytest.mark.feature("Islands: Train in islands with an outer optimizer")
 @pytest.mark.parametrize("kind", CASES_OF_ISLANDS)
 def test_islands_of_every_kind(kind: str, pools: Pools) -> None:
     name, workers, groups, plan, weights = CASES_OF_ISLANDS[kind]
@@ -293,6 +294,7 @@ def test_islands_of_every_kind(kind: str, pools: Pools) -> None:
     assert_same(found, Reference(name, "adamw", weights, outer).run(SIZES))
 
 
+@pytest.mark.feature("Islands: Synchronise fragments in turn")
 @pytest.mark.parametrize("fragments", [2, 3])
 def test_fragments_are_synchronised_in_turn(fragments: int, pools: Pools) -> None:
     outer = onebox.Outer(every=4, fragments=fragments, shares=[2, 1])
@@ -300,6 +302,7 @@ def test_fragments_are_synchronised_in_turn(fragments: int, pools: Pools) -> Non
     assert_same(found, Reference("cnn", "sgd", [2, 1], outer).run(SIZES))
 
 
+@pytest.mark.feature("Islands: Overlap outer steps with training")
 @pytest.mark.parametrize(("overlap", "fragments", "keep"), [(1, 1, 0.5), (3, 2, 0.5), (2, 1, 0.0)])
 def test_sums_travel_while_islands_go_on(overlap: int, fragments: int, keep: float, pools: Pools) -> None:
     outer = onebox.Outer(every=4, fragments=fragments, overlap=overlap, keep=keep, shares=[2, 1])
@@ -401,6 +404,7 @@ def test_outer_gradients_in_a_codec_are_those_of_the_plain_implementation(
     assert_same(found, expected, tolerance=1e-14)
 
 
+@pytest.mark.feature("Islands: Compress outer gradients")
 @pytest.mark.parametrize(
     ("codec", "dtype", "overlap", "fragments"),
     [("e3m0", torch.float64, 0, 1), ("e3m0", torch.float32, 3, 2), ("int8", torch.float32, 1, 3)],
@@ -719,6 +723,7 @@ def test_the_state_of_the_outer_optimizer_counts_in_the_forecast_of_memory(pools
     assert peaks[1] - peaks[0] == held[1] - held[0] == sum(parameter.nbytes for parameter in model.parameters())
 
 
+@pytest.mark.feature("Islands: Keep outer state on the host")
 @pytest.mark.parametrize(("overlap", "codec"), [(2, "e3m0"), (0, "int8"), (0, "none")])
 def test_outer_state_on_the_host_has_the_same_bits_and_leaves_the_device(
     overlap: int, codec: OuterCodec, pools: Pools
@@ -759,6 +764,7 @@ def test_outer_state_on_the_host_has_the_same_bits_and_leaves_the_device(
 # ---- checkpoints
 
 
+@pytest.mark.feature("Islands: Resume a run of islands")
 @pytest.mark.parametrize("half", [4, 6])  # right after an outer step, and between two
 @pytest.mark.parametrize(("fragments", "overlap"), [(1, 0), (2, 0), (2, 3)])
 def test_a_resumed_run_ends_with_the_same_bits(

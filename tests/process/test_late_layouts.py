@@ -101,6 +101,7 @@ RUNS = [
 ]
 
 
+@pytest.mark.feature("Late gradients: Combine with splits, shards and host updates")
 @pytest.mark.parametrize(("name", "which", "optimizer", "delay"), RUNS)
 def test_late_gradients_wherever_things_are(name: str, which: str, optimizer: str, delay: str, pools: Pools) -> None:
     """Replicas are compared after each step; the memory is the predicted one."""

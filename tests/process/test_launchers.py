@@ -17,6 +17,11 @@ QUICK = "torchrun DistributedDataParallel 2"
 """The one of the short tier."""
 
 
+@pytest.mark.feature("Launchers: Run a script of Lightning unchanged")
+@pytest.mark.feature("Launchers: Run a script of accelerate unchanged")
+@pytest.mark.feature("Launchers: Run a script of torchrun unchanged")
+@pytest.mark.feature("Launchers: Run a script of transformers unchanged")
+@pytest.mark.feature("Launchers: Run a script of trl, PEFT or diffusers unchanged")
 @pytest.mark.parametrize(
     "case", [pytest.param(case, id=case.title, marks=[pytest.mark.short] * (case.title == QUICK)) for case in CASES]
 )

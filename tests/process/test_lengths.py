@@ -89,6 +89,7 @@ def said(caplog: pytest.LogCaptureFixture, text: str) -> list[logging.LogRecord]
     return [record for record in caplog.records if text in record.getMessage()]
 
 
+@pytest.mark.feature("Trainer: Pad batches of many lengths to buckets")
 def test_padded_batches_are_captured_for_each_bucket(pools: Pools, caplog: pytest.LogCaptureFixture) -> None:
     given = batches((3, 5, 2, 4, 7, 6, 8, 1, 3))
     model, other = build(Unrolled), build(Unrolled)

@@ -139,6 +139,7 @@ def require_same(ours: Run, plain: Run, tolerance: float, *, last: bool = False)
     assert max((a - b).abs().max().item() for a, b in pairs) <= tolerance
 
 
+@pytest.mark.feature("Launchers: Hand the steps of Lightning to a plan")
 def test_a_run_logs_what_that_on_the_cpu_logs(tmp_path: Path, pools: Pools) -> None:
     """Losses, rates, validations, and the weights that callbacks see at the end of each epoch."""
     strategy = OneboxStrategy(pools(2), plan=onebox.DataParallel(micro_batch=2))
@@ -174,6 +175,7 @@ class Segments(callbacks.Callback):
             self.names = strategy.planned.captures.segments(batch, 2)
 
 
+@pytest.mark.feature("Launchers: Hand the steps of Lightning to a plan")
 def test_a_pipeline_logs_what_the_cpu_logs(tmp_path: Path, pools: Pools) -> None:
     seen = Segments()
     Run(tmp_path / "seen", OneboxStrategy(pools(2)), max_epochs=-1, max_steps=1, callbacks=[seen])
@@ -183,6 +185,7 @@ def test_a_pipeline_logs_what_the_cpu_logs(tmp_path: Path, pools: Pools) -> None
     require_same(Run(tmp_path / "ours", OneboxStrategy(pools(2), plan=plan)), Run(tmp_path / "plain"), EXACT)
 
 
+@pytest.mark.feature("Launchers: Resume checkpoints with or without a plan")
 @pytest.mark.parametrize("first", ["planned", "plain"])
 def test_a_checkpoint_of_one_is_resumed_by_the_other(first: str, tmp_path: Path, pools: Pools) -> None:
     kinds = {
@@ -209,6 +212,7 @@ def test_a_resumed_run_draws_the_random_numbers_of_the_whole_one(tmp_path: Path,
     require_same(rest, whole, EXACT, last=True)
 
 
+@pytest.mark.feature("Launchers: Recover beneath transformers and Lightning")
 def test_the_loss_of_a_worker_is_not_noticed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with open_pool("cpu*2", threads=1, faults={1: (Fault("kill", "reduce", 5),)}) as pool:
         caplog.set_level(logging.WARNING, logger="onebox")

@@ -171,6 +171,7 @@ def all_at_once(model: nn.Module, case: Case) -> float:
         return case.loss(model(inputs), targets).item()
 
 
+@pytest.mark.feature("Trainer: Say what a loss is, if it is no mean")
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", CASES)
 def test_the_result_is_that_of_the_whole_batch(name: str, way: str, pools: Pools) -> None:
@@ -360,6 +361,7 @@ def refused(loss: Loss, data: Batches, pool: Any, **options: Any) -> str:
     return str(error.value)
 
 
+@pytest.mark.feature("Trainer: Say what a loss is, if it is no mean")
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize(
     ("loss", "words"),

@@ -212,6 +212,7 @@ def in_order(name: str) -> list[str]:
 MLP = in_order("mlp")
 
 
+@pytest.mark.feature("Compression: Compress gradients with a codec, if allowed")
 @pytest.mark.parametrize("codec", ["bf16", "int8", "e3m0"])
 @pytest.mark.parametrize("count", [2, 3, 4])
 def test_replicas_train_as_the_plain_implementation_does(pools: Pools, count: int, codec: GradientCodec) -> None:
@@ -439,6 +440,7 @@ def travelled(value: Tensor, codec: GradientCodec) -> Tensor:
     return coded(flat, codec)[: value.numel()].view_as(value)
 
 
+@pytest.mark.feature("Compression: Compress activations between stages")
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 @pytest.mark.parametrize(("forth", "back"), [("int8", "int8"), ("bf16", "none"), ("none", "int8")])
 def test_values_between_stages_travel_in_their_codecs(
@@ -479,6 +481,7 @@ def test_values_between_stages_travel_in_their_codecs(
 # ---- the planner's choice
 
 
+@pytest.mark.feature("Compression: Let the planner choose a codec")
 def test_the_planner_measures_encoding_and_chooses_by_the_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two replicas with 1 MB of gradients: int8 over 1 MB/s, nothing within this machine."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -532,6 +535,7 @@ def test_a_recovered_run_goes_on_in_its_codec() -> None:
 # ---- refusals
 
 
+@pytest.mark.feature("Compression: Compress gradients with a codec, if allowed")
 def test_a_plan_with_a_codec_needs_leave(pools: Pools) -> None:
     model = CASES["mlp"].model()
     arguments: dict[str, Any] = {"pool": pools(2), "plan": lossy(replicas(2), "int8")}
@@ -583,6 +587,7 @@ def _layers(plan: Plan, stage: int) -> set[str]:
     return {segment.split(".")[-1] for segment in plan.stages[stage].segments}
 
 
+@pytest.mark.feature("Compression: Sum with PowerSGD")
 @pytest.mark.parametrize("options", [{}, {"overlap": True}, {"optimizer": "sharded"}])
 def test_powersgd_is_that_of_its_paper(pools: Pools, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> None:
     """In float64 to 1e-10, for matrices that thin ones are clearly smaller than; other gradients are summed exactly."""

@@ -53,6 +53,7 @@ RUNS: list[tuple[str, str, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.feature("Memory: Predict memory at every instruction, and show it")
 @pytest.mark.parametrize(("name", "which", "options"), RUNS, ids=lambda value: value if isinstance(value, str) else "")
 def test_each_instruction_uses_what_was_predicted(
     pools: Pools, name: str, which: str, options: Mapping[str, Any]

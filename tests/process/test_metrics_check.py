@@ -99,6 +99,7 @@ def test_with_a_reduction_metrics_alone_are_checked(pools: Pools) -> None:
         evaluated(count, batches(12), pools(2), loss=loss, loss_reduction="sum")
 
 
+@pytest.mark.feature("Trainer: Compute metrics in an evaluation")
 @pytest.mark.parametrize("between", [nn.Dropout(0.5), nn.BatchNorm1d(8), nn.BatchNorm1d(8, track_running_stats=False)])
 def test_means_are_the_same_on_any_number_of_devices(between: nn.Module, pools: Pools) -> None:
     data = batches(12, 8)

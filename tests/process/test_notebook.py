@@ -21,6 +21,7 @@ def shown(thing: object) -> str:
     return re.sub(r"\s+", " ", " ".join(ElementTree.fromstring(html).itertext()))
 
 
+@pytest.mark.feature("Monitoring: Draw pools, plans and trainers in a notebook")
 def test_pool_plan_and_trainer_draw_themselves(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 4))

@@ -91,6 +91,7 @@ def train_here(run: Setting, sizes: list[int]) -> Outcome:
     return train(model, case.loss, OPTIMIZERS[run.optimizer](model), case.batches(sizes), plan, around=around)
 
 
+@pytest.mark.feature("Trainer: Train any model as one process does")
 @pytest.mark.parametrize("run", settings(), ids=lambda run: "-".join(map(str, run)))
 def test_every_model_trains_on_replicas(run: Setting, pools: Pools) -> None:
     sizes = batch_sizes(run)

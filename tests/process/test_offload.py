@@ -86,6 +86,7 @@ RUNS = [
 """A chain on one device, with dropout; skips, from device to device and back, and several micro-batches in flight."""
 
 
+@pytest.mark.feature("Memory: Recompute, offload or swap activations")
 @pytest.mark.parametrize(("name", "devices", "schedule"), RUNS, ids=lambda value: value if value in FATED else "")
 def test_the_same_bits_in_less_memory(pools: Pools, name: str, devices: Sequence[int], schedule: str) -> None:
     pool = pools(2)

@@ -67,6 +67,7 @@ PLANS: list[Plan] = [
 ]
 
 
+@pytest.mark.feature("Trainer: Prepare inputs on the devices")
 @pytest.mark.parametrize("plan", PLANS, ids=["replicas", "stages"])
 @pytest.mark.parametrize("kind", ["function", "module"])
 def test_it_trains_like_one_process_that_calls_it_first(kind: str, plan: Plan, pools: Pools) -> None:

@@ -93,6 +93,7 @@ def through_a_file(state: Any) -> Any:
     return torch.load(file, weights_only=True)
 
 
+@pytest.mark.feature("Optimizers: Read, load and go on with the optimizer's state")
 @pytest.mark.parametrize("name", MAKE)
 def test_a_state_dict_is_that_of_plain_training_and_goes_on_in_it(name: str, pools: Pools) -> None:
     expected = CASES["mlp"].model()

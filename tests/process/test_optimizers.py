@@ -108,6 +108,7 @@ PLANS: dict[str, tuple[str, Callable[[str], Plan], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.feature("Optimizers: Use several optimizers at once")
 @pytest.mark.parametrize("name", PLANS)
 def test_the_result_is_that_of_one_process(name: str, pools: Pools) -> None:
     case, make, options = PLANS[name]

@@ -20,6 +20,8 @@ def pool(pools: Pools) -> onebox.Pool:
     return pools(4)
 
 
+@pytest.mark.feature("Pipelines: Run named schedules and tables")
+@pytest.mark.feature("Pipelines: Train models in stages and parallel branches")
 @pytest.mark.parametrize(
     ("model", "schedule"),
     [
@@ -45,6 +47,7 @@ def test_other_models_in_stages(model: str, schedule: str, pool: onebox.Pool) ->
     assert_same(run(pool, model, plan, sizes), reference(model, plan, sizes))
 
 
+@pytest.mark.feature("Pipelines: Train models in stages and parallel branches")
 def test_parallel_branches_on_different_devices(pool: onebox.Pool) -> None:
     """Every segment is a stage, so that the branches of a block lie beside each other, on all devices."""
     stages = tuple(

@@ -26,6 +26,7 @@ def job() -> tuple[nn.Module, Any, torch.optim.Optimizer]:
     return model, nn.functional.mse_loss, torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 
+@pytest.mark.feature("Islands: Plan islands beside exact steps")
 @pytest.mark.parametrize("compression", ["none", "e3m0"])
 def test_islands_are_planned_beside_exact_steps_and_run(compression: OuterCodec, pools: Pools) -> None:
     """With a codec, the outer state is on the host, too."""

@@ -52,6 +52,7 @@ def peaks_of(plan: Plan, pool: onebox.Pool, delay: Literal["none", "predict", "e
     return tuple(one.peak_bytes for one in found if isinstance(one, WorkerMemory))
 
 
+@pytest.mark.feature("Late gradients: Search for a plan with late gradients")
 @pytest.mark.parametrize("delay", ["none", "predict", "extrapolate"])
 def test_a_plan_is_found_trained_with_and_takes_the_memory_that_it_says(
     delay: Literal["none", "predict", "extrapolate"], pools: Pools

@@ -70,6 +70,7 @@ def plain(pools: Pools) -> int:
     return peak_bytes(found)
 
 
+@pytest.mark.feature("Memory: Choose policies for too little memory")
 @pytest.mark.parametrize("part", [0.6, 0.4])
 def test_what_does_not_fit_gets_fates_that_fit(part: float, plain: int) -> None:
     budget = int(plain * part)
@@ -128,6 +129,7 @@ def rows(count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     ]
 
 
+@pytest.mark.feature("Split layers: Split layers over devices")
 def test_a_layer_that_fits_no_device_is_split_over_two() -> None:
     loss = nn.functional.cross_entropy
     with onebox.open("cpu*2", threads=1, memory=ROOM) as pool:

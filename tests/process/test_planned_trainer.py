@@ -219,6 +219,7 @@ def in_two_stages(folder: Path, pool: Pool) -> Plan:
 TWO_REPLICAS = "1 stage, 2 replicas (0: 50%, 1: 50%), micro-batches of 2, gradients averaged worker to worker"
 
 
+@pytest.mark.feature("Launchers: Hand the steps of transformers to a plan")
 def test_a_run_logs_what_that_of_transformers_logs(
     tmp_path: Path, pools: Pools, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -289,6 +290,7 @@ def test_other_runs_log_what_those_of_transformers_log(case: str, tmp_path: Path
     require_same(ours, run(transformers.Trainer, tmp_path / "plain", **more), tolerance)
 
 
+@pytest.mark.feature("Launchers: Hand the steps of transformers to a plan")
 def test_a_pipeline_logs_what_transformers_logs(tmp_path: Path, pools: Pools) -> None:
     more = {"compute_loss_func": loss_of_tokens}
     plan = in_two_stages(tmp_path / "segments", pools(2))
@@ -334,6 +336,7 @@ def test_metrics_are_computed_with_the_present_weights(tmp_path: Path, pools: Po
     require_same(ours, run(transformers.Trainer, tmp_path / "plain", **more), EXACT)
 
 
+@pytest.mark.feature("Launchers: Resume checkpoints with or without a plan")
 @pytest.mark.parametrize("first", ["planned", "plain"])
 def test_a_checkpoint_of_one_is_resumed_by_the_other(first: str, tmp_path: Path, pools: Pools) -> None:
     """The file of the optimizer, too, is what the other one writes."""
@@ -364,6 +367,7 @@ def test_a_resumed_run_draws_the_random_numbers_of_the_whole_one(tmp_path: Path,
     require_same(rest, whole, EXACT, resumed=True)
 
 
+@pytest.mark.feature("Launchers: Recover beneath transformers and Lightning")
 def test_the_loss_of_a_worker_is_not_noticed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     more = {"compute_loss_func": loss_of_tokens}
     plan = onebox.DataParallel(micro_batch=3)

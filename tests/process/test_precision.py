@@ -117,6 +117,7 @@ def narrowed(plan: Plan, *stages: int) -> Plan:
     return replace(plan, stages=tuple(replace(s, precision="bf16") if n in chosen else s for n, s in pairs))
 
 
+@pytest.mark.feature("Precision: Train in bf16, or in stages that gain by it")
 @pytest.mark.parametrize(
     ("name", "devices", "schedule"), [("cnn", (0, 1, 0), "1f1b"), ("gpt2", (1, 0), "zb-h1"), ("tied", (0, 1), "gpipe")]
 )
@@ -181,6 +182,7 @@ def large() -> nn.Module:
     return nn.Sequential(nn.Linear(512, 1024), nn.GELU(), nn.Linear(1024, 512), nn.ReLU(), nn.Linear(512, 8))
 
 
+@pytest.mark.feature("Precision: Train in bf16, or in stages that gain by it")
 def test_precision_is_measured_where_that_is_asked_for(
     pool: onebox.Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -32,11 +32,13 @@ def run(pool: onebox.Pool, *, seed: int = 1, sync: str = "workers", in_flight: i
         return Outcome(losses=[float(loss) for loss in losses], norms=[], tensors=trainer.tensors())
 
 
+@pytest.mark.feature("Trainer: Draw the same random numbers on any devices")
 @pytest.mark.parametrize(("workers", "sync"), [(2, "workers"), (2, "client"), (3, "workers")])
 def test_any_number_of_workers_draws_the_same(workers: int, sync: str, pools: Pools, alone: Outcome) -> None:
     assert_same(run(pools(workers), sync=sync), alone)
 
 
+@pytest.mark.feature("Precision: Repeat a run to the last bit")
 def test_two_runs_are_the_same_to_the_last_bit(pools: Pools) -> None:
     assert_same(run(pools(2), in_flight=4), run(pools(2), in_flight=1), tolerance=0)
 

@@ -115,6 +115,7 @@ def test_one_worker_computes_what_one_process_computes(name: str, pools: Pools) 
     assert_same(run(pools(1), name, plan), alone(name, plan))
 
 
+@pytest.mark.feature("Trainer: Train recurrent layers and complex numbers")
 @pytest.mark.parametrize("name", ["lstm-dropout", "gru"])
 @pytest.mark.parametrize("workers", [2, 3])
 def test_any_number_of_workers_gives_the_same_result(name: str, workers: int, pools: Pools) -> None:

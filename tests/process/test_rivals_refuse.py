@@ -43,6 +43,7 @@ def same(pool: onebox.Pool, name: str, plan: Plan, sizes: list[int], **options: 
 # ---- what a model may have
 
 
+@pytest.mark.feature("Pipelines: Tie weights and skip connections across stages")
 @pytest.mark.parametrize(("name", "devices"), [("tied", (0, 1, 1, 0)), ("gpt2", (0, 1)), ("tied", ((0, 1), (2, 3)))])
 def test_tied_weights(name: str, devices: Any, pool: onebox.Pool) -> None:
     """PyTorch's pipeline keeps a copy in each stage, with a part of the gradient each, and says nothing (measured)."""
@@ -52,6 +53,7 @@ def test_tied_weights(name: str, devices: Any, pool: onebox.Pool) -> None:
     same(pool, name, plan, SIZES)
 
 
+@pytest.mark.feature("Pipelines: Tie weights and skip connections across stages")
 @pytest.mark.parametrize(("name", "devices"), [("unet", (3, 1, 0, 2)), ("resnet", (0, 1)), ("resnet", ((0, 1), (2,)))])
 def test_skip_connections(name: str, devices: Any, pool: onebox.Pool) -> None:
     """PyTorch's splitter refuses them (pytorch issue 127964); here they go straight to where they are read."""
@@ -104,6 +106,7 @@ def test_a_batch_size_that_changes_from_step_to_step(pool: onebox.Pool) -> None:
     same(pool, "vit", staged("vit", (0, 1, 2, 3), micro_batch=2), [8, 3, 12, 1, 8, 5])
 
 
+@pytest.mark.feature("Data parallel: Give uneven devices uneven shares")
 @pytest.mark.parametrize(
     "devices", [(0, (1, 2)), ((0, 1), 2, 3), ((0, 1, 2), 3), (3, (0, 1, 2)), ((0, 1), (1, 0))], ids=str
 )
@@ -117,6 +120,7 @@ def test_uneven_replicas(devices: Any, pool: onebox.Pool) -> None:
 # ---- what can be done with a run
 
 
+@pytest.mark.feature("Checkpoints: Resume on other devices or with another plan")
 def test_a_run_goes_on_under_another_plan(pool: onebox.Pool, tmp_path: Path) -> None:
     """Two stages, then one device, then two by two: it ends as if nothing had happened."""
     name, sizes = "unet", [8, 5, 8, 12, 8, 3]
@@ -243,6 +247,7 @@ def test_a_plan_for_more_devices_than_there_are_is_refused_at_once(pool: onebox.
         onebox.Trainer(model, CASES["mlp"].loss, sgd(model), pool=pool, plan=staged("mlp", (0, 4)))
 
 
+@pytest.mark.feature("Plans: Train by a plan file")
 def test_a_plan_may_come_from_a_file(pool: onebox.Pool, tmp_path: Path) -> None:
     plan = staged("mlp", (0, 1), schedule="zb-h1")
     path = tmp_path / "plan.json"

@@ -137,6 +137,7 @@ def test_stages_share_too(pools: Pools) -> None:
     assert_alike(state(generator, discriminator), plain(2))
 
 
+@pytest.mark.feature("Trainer: Share modules between trainers")
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("clipping", [False, True])
 def test_the_result_is_that_of_one_process(

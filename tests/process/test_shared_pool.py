@@ -61,6 +61,8 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.feature("Launchers: Start a killed rank again")
+@pytest.mark.feature("Launchers: Start a rank for each device by onebox torchrun")
 def test_a_killed_rank_is_started_anew_and_its_memory_is_free(tmp_path: Path) -> None:
     done = command([*TORCHRUN, "--max-restarts", "1", script(tmp_path, RESTARTED)], tmp_path)
     assert done.returncode == 0, done.stderr
@@ -241,6 +243,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.feature("Launchers: Share tensors of devices between processes")
 def test_a_tensor_and_a_module_arrive_as_the_same_memory(tmp_path: Path) -> None:
     done = command(["run", *POOL, script(tmp_path, SENT)], tmp_path)
     assert done.returncode == 0, done.stderr

@@ -103,6 +103,7 @@ def test_answers_come_in_order_also_those_of_failures(pool: Pool) -> None:
     assert done == ["run", "failure"]
 
 
+@pytest.mark.feature("Pools: Slow down devices and links for experiments")
 def test_a_slowed_down_cpu_computes_what_others_do_and_ignores_costs(pool: Pool) -> None:
     prepare(pool, 2)
     answer = pool.post(2, [Run(ROUTINE, trace=True), Ask("scalars", ())], answer=True).result(30)
@@ -202,12 +203,14 @@ def memory_of_a_run(spec: str) -> list[WorkerMemory]:
         return trainer.memory()
 
 
+@pytest.mark.feature("Plans: Rehearse with emulated devices")
 def test_a_trainer_works_on_sim_devices_and_takes_the_memory_that_it_takes_on_cpus() -> None:
     for one, other in zip(memory_of_a_run("sim*2"), memory_of_a_run("cpu*2"), strict=True):
         assert (one.used_bytes, one.peak_bytes) == (other.used_bytes, other.peak_bytes)
         assert one.peak_bytes > one.used_bytes > 0
 
 
+@pytest.mark.feature("Data parallel: Give uneven devices uneven shares")
 def test_shares_of_sim_devices_are_their_speeds() -> None:
     model = nn.Linear(4, 1)
     with (

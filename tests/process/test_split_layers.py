@@ -55,6 +55,7 @@ RUNS = [
 """Each layout and most models once; that split layers go with all other settings is in ``test_covering_array``."""
 
 
+@pytest.mark.feature("Split layers: Split layers over devices")
 @pytest.mark.parametrize(("name", "layout", "optimizer"), RUNS)
 def test_layers_split_over_workers_give_the_result_of_one_process(
     pool: onebox.Pool, name: str, layout: str, optimizer: str
@@ -75,6 +76,7 @@ def test_split_layers_are_recomputed_and_offloaded_too(pool: onebox.Pool, name: 
         assert_same(run(pool, name, fated, SIZES[:3]), reference(name, fated, SIZES[:3]))
 
 
+@pytest.mark.feature("Split layers: Split layers over devices")
 def test_workers_hold_shares_and_predict_their_memory(pool: onebox.Pool) -> None:
     case = CASES["cnn"]
     model = case.model()

@@ -72,6 +72,7 @@ def run(
     return Outcome(losses=[float(loss) for loss in losses], norms=norms, tensors=found), delays
 
 
+@pytest.mark.feature("Late gradients: Apply gradients one step late")
 @pytest.mark.parametrize(
     ("name", "devices", "optimizer"),
     [
@@ -132,6 +133,7 @@ def test_looking_at_a_run_changes_nothing(pool: onebox.Pool) -> None:
     assert delays == {0: 1, 1: len(SIZES) - 1}
 
 
+@pytest.mark.feature("Late gradients: Correct late gradients after exact first steps")
 def test_exact_steps_come_first(pool: onebox.Pool) -> None:
     plan = staged("cnn", (0, 1), micro_batch=2, schedule=ASYNC)
     found, delays = run(pool, "cnn", plan, "sgd", warm_up=3)
@@ -242,6 +244,7 @@ def test_a_run_that_lost_a_worker_has_the_bits_of_one_that_lost_none() -> None:
     assert all(torch.equal(tensor, outcomes[0].tensors[name]) for name, tensor in outcomes[1].tensors.items())
 
 
+@pytest.mark.feature("Data parallel: Overlap averaging with the next step")
 @pytest.mark.parametrize("layout", ["replicas", "stages", "tied", "sharded", "clipped", "folded"])
 def test_exact_steps_that_overlap_have_the_same_bits(layout: str, pool: onebox.Pool) -> None:
     """The update of a step comes in the next one, bucket by bucket, and the result is that of one process."""

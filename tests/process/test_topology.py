@@ -104,6 +104,7 @@ def test_links_that_are_alike_have_the_speeds_of_one(pool: Pool) -> None:
     assert len(apart) == len(set(links.values()) - apart) == 2, "those of two links, in either direction"
 
 
+@pytest.mark.feature("Plans: Plan with slow links between hosts")
 def test_what_goes_over_the_uplink_is_what_the_plan_says_and_less_than_with_eyes_shut(pool: Pool) -> None:
     profile = measure_pool(pool)
     assert [(0, 2), (1, 3)] in map(sorted, profile.groups)

@@ -29,6 +29,7 @@ SIZES = [8, 8, 8, 5, 8, 8, 8, 5]
 # ---- clipping
 
 
+@pytest.mark.feature("Trainer: Clip gradients by their norm")
 @pytest.mark.parametrize(("name", "limit"), [("mlp", 2.3), ("cnn", 1.3)])
 @pytest.mark.parametrize("workers", [1, 3])
 def test_gradients_are_clipped_as_pytorch_does(name: str, limit: float, workers: int, pools: Pools) -> None:
@@ -66,6 +67,7 @@ SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
 }
 
 
+@pytest.mark.feature("Trainer: Schedule learning rates")
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 def test_schedulers_step_on_the_client_and_take_effect(scheduler: str, optimizer: str, pools: Pools) -> None:
@@ -121,6 +123,7 @@ def matrices(model: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in model.parameters() if parameter.dim() == 2]
 
 
+@pytest.mark.feature("Optimizers: Use the optimizers of torch.optim")
 @pytest.mark.parametrize("name", NATIVE)
 def test_every_optimizer_that_workers_run_does_what_pytorch_does(name: str, pools: Pools) -> None:
     case = CASES["mlp"]
@@ -150,6 +153,7 @@ def test_options_of_optimizers_are_taken_over(options: dict[str, bool], pools: P
         assert_same(outcome(trainer, [trainer.step(*batch) for batch in batches]), expected)
 
 
+@pytest.mark.feature("Optimizers: Read, load and go on with the optimizer's state")
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_an_optimizer_that_has_stepped_before_is_taken_over(optimizer: str, pools: Pools) -> None:
     case = CASES["cnn"]
@@ -170,6 +174,7 @@ def test_an_optimizer_that_has_stepped_before_is_taken_over(optimizer: str, pool
 # ---- precision
 
 
+@pytest.mark.feature("Precision: Train in bf16, or in stages that gain by it")
 @pytest.mark.parametrize("name", ["mlp", "cnn", "gpt2", "attention"])
 def test_bfloat16_is_as_near_to_float32_as_pytorchs_autocast(name: str, pools: Pools) -> None:
     case = CASES[name]
@@ -212,6 +217,7 @@ def correct(outputs: Tensor, targets: Tensor) -> Tensor:
     return (outputs.argmax(1) == targets).any().long()
 
 
+@pytest.mark.feature("Trainer: Evaluate on the devices")
 @pytest.mark.parametrize("workers", [1, 3])
 def test_evaluation_is_what_pytorch_says_in_eval_mode(workers: int, pools: Pools) -> None:
     case = CASES["cnn"]
@@ -257,6 +263,7 @@ def test_evaluation_wants_a_batch(pools: Pools) -> None:
 # ---- giving back
 
 
+@pytest.mark.feature("Trainer: Pull weights and buffers into the model")
 def test_pull_restores_weights_and_buffers_into_the_users_model(pools: Pools) -> None:
     case = CASES["cnn"]
     batches = case.batches(SIZES[:4])
@@ -361,6 +368,7 @@ def put_elsewhere(trainer: onebox.Trainer, pool: onebox.Pool) -> None:
     pool.post(1, [Put((trainer._remote.named.numbers[name],), (spec_of(other),))], [to_frame(other)])
 
 
+@pytest.mark.feature("Trainer: Compare replicas every so many steps")
 def test_replicas_that_part_are_found_out() -> None:
     case = CASES["mlp"]
     model = case.model()

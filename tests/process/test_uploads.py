@@ -81,6 +81,7 @@ def test_each_worker_is_sent_what_its_stages_read_and_nothing_else(name: str, po
     assert sum(wanted) == sum(tensor.nbytes for tensor in batch)
 
 
+@pytest.mark.feature("Trainer: Upload batches ahead of their steps")
 @pytest.mark.parametrize(
     ("name", "ahead"), [("three replicas", 0), ("three replicas", 700), ("two replicas of two stages", 1 << 20)]
 )
@@ -184,6 +185,7 @@ def test_after_a_loss_the_copy_of_the_client_serves() -> None:
         assert used(pool) == held  # what the survivor had of them is not there any more
 
 
+@pytest.mark.feature("Compression: Compress batches on slow links without loss")
 @pytest.mark.parametrize("islands", [None, [[0], [1]]])
 def test_slow_links_get_fewer_bytes_and_the_result_is_the_same(islands: list[list[int]] | None) -> None:
     generator = torch.Generator().manual_seed(2)

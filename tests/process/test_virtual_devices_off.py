@@ -72,6 +72,7 @@ _SCRIPT = textwrap.dedent(
 )
 
 
+@pytest.mark.feature("Virtual devices: Open a pool without virtual devices")
 @pytest.mark.timeout(120)
 def test_pytorch_is_left_alone() -> None:
     done = subprocess.run([sys.executable, "-c", _SCRIPT], capture_output=True, text=True, timeout=110, check=False)

@@ -81,6 +81,7 @@ def swap(pool: Pool, group: int, shapes: Sequence[tuple[int, ...]]) -> list[list
     return [[result.value for result in answer.results if isinstance(result, Digest)] for answer in answers]
 
 
+@pytest.mark.feature("Networks: Share memory among workers of a host, or not")
 def test_tensors_of_all_sizes_go_both_ways_at_once_and_nothing_is_left() -> None:
     with onebox.open("cpu*2", threads=1) as pool:
         swap(pool, pool.form_group((0, 1), "workers"), [(3,)])  # whatever is opened once and for all
@@ -118,6 +119,7 @@ def test_where_memory_is_not_to_be_shared_sockets_serve_and_the_result_is_the_sa
     assert_same(other, reference("mlp", plan, sizes))
 
 
+@pytest.mark.feature("Networks: Share memory among workers of a host, or not")
 def test_a_variable_lets_sockets_serve(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ONEBOX_SHARED_MEMORY", "no")
     with pytest.raises(UsageError, match=r"ONEBOX_SHARED_MEMORY is 'no'; allowed are 1, and 0"):

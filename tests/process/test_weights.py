@@ -90,6 +90,7 @@ def in_fours(samples: int) -> Sequence[int]:
 loss = nn.functional.cross_entropy
 
 
+@pytest.mark.feature("Memory: Train a model larger than the client")
 @pytest.mark.parametrize("plan", [SPLIT, onebox.DataParallel(micro_batch=4)], ids=["stages", "replicas"])
 def test_it_trains_as_a_model_in_this_process_and_goes_on(
     pools: Pools, tmp_path: Path, plan: Plan | onebox.DataParallel
@@ -372,6 +373,7 @@ def segments_of(model: nn.Module, pool: onebox.Pool, path: Path) -> Plan:
         return halves(trainer, token_batches()[0])
 
 
+@pytest.mark.feature("Checkpoints: Read and write weights in the layout of a hub")
 @pytest.mark.parametrize(
     ("family", "tied"),
     [
@@ -404,6 +406,7 @@ def test_a_folder_that_transformers_has_written(pools: Pools, tmp_path: Path, fa
         assert torch.allclose(tensor, reference.state_dict()[name], rtol=0, atol=AGREE), name
 
 
+@pytest.mark.feature("Memory: Fine-tune adapters of PEFT")
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # PEFT reads it of transformers' models
 def test_adapters_of_peft_are_trained_pulled_and_read_by_it(pools: Pools, tmp_path: Path) -> None:
     import peft
@@ -457,6 +460,7 @@ def give_values(model: nn.Module) -> None:
             module.reset_lora_parameters("default", init_lora_weights=True)
 
 
+@pytest.mark.feature("Memory: Quantise frozen weights")
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # PEFT reads it of transformers' models
 @pytest.mark.parametrize("stored", ["int8", "int4"])
 def test_frozen_weights_are_quantised_as_they_are_read(tmp_path: Path, stored: Any) -> None:

@@ -56,6 +56,7 @@ def trained(pool: onebox.Pool, model: nn.Module, engine: onebox.Engine) -> float
         return evaluated
 
 
+@pytest.mark.feature("Precision: Set the precision of products for a run")
 @pytest.mark.skipif(
     plain_loss("medium") == plain_loss("highest"), reason="this processor has one precision of float32 products"
 )
@@ -82,6 +83,7 @@ class Unpooled(nn.Module):
         return nn.functional.max_unpool2d(pooled, places, 2).view(-1, 256)
 
 
+@pytest.mark.feature("Precision: Repeat a run to the last bit")
 @pytest.mark.usefixtures("defaults")
 @pytest.mark.parametrize("by_client", [False, True])
 def test_an_operator_that_cannot_be_deterministic_is_one_error(*, by_client: bool) -> None:

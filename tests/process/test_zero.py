@@ -110,6 +110,7 @@ def test_checkpoints_go_on_with_another_number_of_replicas(
         assert_same(steps(trainer, "mlp", HALF), straight, **({"tolerance": 0} if not after else {}))
 
 
+@pytest.mark.feature("Data parallel: Shard the state of the optimizer")
 def test_each_replica_has_its_part_of_the_state_and_that_is_predicted_to_the_byte(pools: Pools) -> None:
     pool, sizes = pools(3), []
     inputs, targets = torch.ones(9, 24), torch.arange(9)

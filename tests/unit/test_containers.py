@@ -118,10 +118,12 @@ def compose() -> dict[str, Any]:
     return found
 
 
+@pytest.mark.feature("Installation: Check image and compose file of containers")
 def test_the_image_is_well_formed() -> None:
     assert image_problems(DOCKERFILE.read_text()) == []
 
 
+@pytest.mark.feature("Installation: Check image and compose file of containers")
 def test_the_compose_file_is_well_formed(compose: dict[str, Any]) -> None:
     assert compose_problems(compose) == []
     commands = {name: parse(service["command"]) for name, service in compose["services"].items()}

@@ -43,6 +43,7 @@ def test_the_tree_is_as_it_is_drawn() -> None:
     assert drawn() == {name: kind.__bases__[0].__name__ for name, kind in KINDS.items()}
 
 
+@pytest.mark.feature("Errors: Tell errors apart by class and exit status")
 def test_everything_is_an_onebox_error() -> None:
     assert all(issubclass(kind, OneboxError) for kind in KINDS.values())
     assert all(inspect.getdoc(kind) for kind in KINDS.values())

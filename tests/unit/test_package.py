@@ -68,6 +68,7 @@ def resolved(text: str, context: dict[str, str]) -> str:
     return re.sub(r"\$\{\{ (\w+) \}\}", lambda match: context[match[1]], text)
 
 
+@pytest.mark.feature("Installation: Check the recipe of conda")
 def test_the_recipe_needs_what_the_project_needs(recipe: dict[str, Any]) -> None:
     context = recipe["context"]
     wanted = [Requirement(each) for each in PROJECT["dependencies"]]

@@ -141,6 +141,7 @@ def test_a_forked_process_is_ended_by_the_signal() -> None:
     assert os.waitstatus_to_exitcode(status) == -signal.SIGTERM
 
 
+@pytest.mark.feature("Checkpoints: Stop on a signal with a save")
 def test_a_program_that_is_asked_to_stop_ends_as_a_shell_expects() -> None:
     text = """
 import os, signal, sys, time

@@ -62,6 +62,7 @@ def release(client: Raw, lease: int) -> None:
     client.take(Done)
 
 
+@pytest.mark.feature("Agents: Lease devices as long as the client lives")
 def test_a_lease_brings_workers_that_let_its_client_in_and_nobody_else(shared: House) -> None:
     client = shared.client("ana")
     leased = client.lease(HALF, HALF)
@@ -86,6 +87,7 @@ def test_a_lease_brings_workers_that_let_its_client_in_and_nobody_else(shared: H
     assert shared.told("worker-ended")[-1]["exit_status"] == -9
 
 
+@pytest.mark.feature("Agents: Offer emulated devices")
 def test_emulated_devices_are_leased_by_their_numbers() -> None:
     offers = [Offered(device=f"sim:{number}", name="emulated", memory_bytes=1 << 30, threads=1) for number in range(3)]
     with house(*offers) as made:
@@ -137,6 +139,7 @@ def test_of_two_clients_one_gets_a_device_and_the_other_waits_at_a_visible_place
     release(third, mine.lease)
 
 
+@pytest.mark.feature("Agents: Lease devices as long as the client lives")
 def test_the_workers_of_a_silent_client_end_and_those_of_its_other_connection_do_not(shared: House) -> None:
     silent = shared.client("ana")
     alive = shared.client("ana", silent.keys)
@@ -207,6 +210,7 @@ def test_an_agent_that_was_stopped_for_a_while_takes_nobody_for_silent() -> None
         assert client.take(Renewed).leases == (leased.lease,)
 
 
+@pytest.mark.feature("Agents: Limit what a client may have")
 def test_limits_hold_for_all_connections_of_a_client() -> None:
     with house(limits=ClientLimits(devices=1, lease_s=3.0)) as made:
         first = made.client("ana")
@@ -218,6 +222,7 @@ def test_limits_hold_for_all_connections_of_a_client() -> None:
         assert "time is over" in first.take(LeaseEnded).why
 
 
+@pytest.mark.feature("Security: Keep strangers out of workers and agents")
 def test_whom_the_agent_does_not_know_gets_nothing(shared: House) -> None:
     stranger = shared.raw(None)
     stranger.send(Introduce(1, own_versions(), "ana"))
@@ -227,6 +232,7 @@ def test_whom_the_agent_does_not_know_gets_nothing(shared: House) -> None:
     stranger.close()
 
 
+@pytest.mark.feature("Agents: Remove a client")
 def test_who_is_no_longer_known_loses_what_it_has() -> None:
     with house() as made:
         client = made.client("ana")
@@ -335,6 +341,7 @@ def test_who_waits_in_silence_loses_its_place_and_is_told_when_it_is_back(shared
     assert shared.agent.stock().offers[0].holders == ()
 
 
+@pytest.mark.feature("Agents: Listen at an address of IPv6")
 def test_an_agent_listens_at_an_address_of_ipv6() -> None:
     try:
         made = House(bind="::1")
@@ -370,6 +377,7 @@ def test_the_log_can_be_read_by_clients(shared: House) -> None:
     assert client.take(LogLines).lines == ('{"line": 0}', '{"line": 1}', '{"line": 2}')
 
 
+@pytest.mark.feature("Agents: Take the ports of workers from a range")
 def test_workers_bind_the_ports_that_they_are_given_and_no_others() -> None:
     with house(worker_ports=range(23417, 23419)) as made:  # below those that systems choose by themselves
         client = made.client("ana")

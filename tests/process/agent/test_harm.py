@@ -59,6 +59,7 @@ def renewed(client: Raw) -> tuple[int, ...]:
     return found.leases
 
 
+@pytest.mark.feature("Security: Survive malicious messages")
 def test_a_message_that_the_agent_fails_at_costs_its_session_and_nobody_elses(shared: House) -> None:
     ben, ana = shared.client("ben"), shared.client("ana")
     other = shared.client("ana", ana.keys)

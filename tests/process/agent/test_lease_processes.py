@@ -142,6 +142,7 @@ def test_each_lease_has_a_user_and_nothing_of_it_is_left(users: LeaseUsers) -> N
     assert running_process(left[1]) is None and running_process(third) is None
 
 
+@pytest.mark.feature("Agents: Keep each lease apart by user and cgroup")
 @pytest.mark.usefixtures("leaves")
 def test_each_lease_has_a_cgroup_and_nothing_of_it_is_left(cgroups: LeaseCgroups) -> None:
     workers = started(LeaseIsolation(None, cgroups), 1, 2)

@@ -126,6 +126,7 @@ def test_workers_of_a_lease_have_one_user_and_work(agent: tuple[str, Path, Path]
     until(lambda: {process.process for process in running_processes() if process.user == user} <= {parent})
 
 
+@pytest.mark.feature("Agents: Keep each lease apart by user and cgroup")
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
 def test_leases_at_the_same_time_have_two_users(agent: tuple[str, Path, Path]) -> None:
     address, _, _ = agent

@@ -39,6 +39,7 @@ def on(platform: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.feature("Installation: Use a client on macOS or Windows")
 @pytest.mark.parametrize(("platform", "system"), [("win32", "Windows"), ("darwin", "macOS")])
 def test_a_client_of_another_system_trains_as_one_process_does(
     hosts: tuple[Host, Host], folder: Path, tmp_path: Path, platform: str, system: str

@@ -40,6 +40,7 @@ def pool(hosts: tuple[Host, Host]) -> Iterator[Pool]:
         yield opened
 
 
+@pytest.mark.feature("Pools: Use devices of several hosts as one pool")
 def test_devices_of_several_hosts_have_one_numbering(hosts: tuple[Host, Host], pool: Pool) -> None:
     assert [(device.number, device.host, device.device, device.threads) for device in pool.devices] == [
         (number, host.address, "cpu", 1) for number, host in enumerate(hosts)
@@ -48,6 +49,8 @@ def test_devices_of_several_hosts_have_one_numbering(hosts: tuple[Host, Host], p
     assert [host.held() for host in hosts] == [1, 1]
 
 
+@pytest.mark.feature("Pools: Use devices of several hosts as one pool")
+@pytest.mark.feature("Data parallel: Average gradients among workers or at the client")
 @pytest.mark.parametrize("sync", ["workers", "client"])
 def test_training_over_two_agents_gives_the_result_of_one_process(pool: Pool, sync: str) -> None:
     case = CASES["mlp"]
@@ -111,6 +114,7 @@ def test_workers_of_two_agents_share_no_memory_though_they_are_on_one_machine(po
         assert "memfd:onebox" not in Path(f"/proc/{process}/maps").read_text()
 
 
+@pytest.mark.feature("Pools: Use devices of several hosts as one pool")
 def test_workers_of_this_machine_beside_those_of_an_agent(hosts: tuple[Host, Host], folder: Path) -> None:
     file = folder / "lab.toml"
     file.write_text(
@@ -130,6 +134,7 @@ def test_nothing_is_leased_where_a_pool_cannot_be_opened(hosts: tuple[Host, Host
     assert [host.held() for host in hosts] == before
 
 
+@pytest.mark.feature("Agents: Wait for devices in a queue")
 def test_who_waits_is_told_the_place_and_gets_the_devices_when_they_are_free(
     hosts: tuple[Host, Host], caplog: pytest.LogCaptureFixture
 ) -> None:

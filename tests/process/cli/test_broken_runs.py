@@ -36,6 +36,8 @@ def end(process: subprocess.Popen[str]) -> str:
     return said
 
 
+@pytest.mark.feature("Command line: Resume a run")
+@pytest.mark.feature("Checkpoints: Save every so many steps, or so often")
 def test_a_killed_run_goes_on_and_ends_with_the_same_bits(undisturbed: Run, tmp_path: Path) -> None:
     line = ["train", *SETTINGS, "--run", "run", "--save-every", "7", "--every", "1"]
     with running(line, tmp_path) as process:
@@ -86,6 +88,7 @@ def test_an_interrupt_is_one_line_and_leaves_nothing_running(tmp_path: Path) -> 
     )
 
 
+@pytest.mark.feature("Checkpoints: Stop on a signal with a save")
 def test_a_run_that_is_told_to_end_saves_where_it_is_and_goes_on_with_the_same_bits(
     undisturbed: Run, tmp_path: Path
 ) -> None:

@@ -51,6 +51,7 @@ def test_a_run_that_loses_a_worker_goes_on_and_says_what_it_cost(undisturbed: Ru
     assert [record for record in found if record is not line_of_it] == metrics(undisturbed.folder)
 
 
+@pytest.mark.feature("Command line: Go on when the disk is full")
 def test_a_full_disk_ends_no_run_and_spares_the_checkpoint_before(undisturbed: Run, tmp_path: Path) -> None:
     allowed = subprocess.run([*MOUNT, "true"], capture_output=True, check=False) if shutil.which("unshare") else None
     if allowed is None or allowed.returncode:

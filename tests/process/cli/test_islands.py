@@ -14,6 +14,7 @@ from tests.process.cli.commands import command, metrics
 ISLANDS = ("--pool", "cpu*3", "--threads", "1", "--model", "mlp", "--islands", "0,1/2", "--outer-every", "7")
 
 
+@pytest.mark.feature("Islands: Resume a run of islands")
 def test_a_run_of_islands_learns_and_is_resumed(tmp_path: Path) -> None:
     options = ("--outer-compression", "e3m0", "--outer-state", "host", "--recover", "on")
     done = command(["train", *ISLANDS, *options, "--epochs", "2", "--run", "run"], tmp_path)
@@ -66,6 +67,7 @@ def test_predicted_and_measured_stand_beside_each_other(codec: str, tmp_path: Pa
             assert device["peak_bytes"]["measured"] >= device["exact_bytes"] > 0
 
 
+@pytest.mark.feature("Plans: Compare exact, compressed and island training by a probe")
 def test_a_plan_shows_exact_compressed_and_island_training(tmp_path: Path) -> None:
     options = ("--micro-batches", "32", "--schedules", "1f1b", "--budget", "1", "--lossy", "gradients,activations")
     done = command(["plan", *ISLANDS, *options, "--probe", "30", "--report", "report.json"], tmp_path)

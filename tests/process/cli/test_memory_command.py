@@ -18,6 +18,7 @@ from onebox.plan import Plan
 JOB = ("--model", "mlp", "--data", "digits", "--pool", "cpu", "--threads", "1")
 
 
+@pytest.mark.feature("Memory: Ask whether a model fits")
 def test_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["memory", *JOB, "--memory", "2MiB"]) == 0
     said = capsys.readouterr().out
@@ -30,6 +31,7 @@ def test_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
     assert "what would make it fit" not in said
 
 
+@pytest.mark.feature("Memory: Learn what would fit, and the largest batch")
 def test_what_does_not_fit_says_what_would(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     speeds = ("--gflops", "20", "--bandwidth", "5")
     files = ("--out", str(tmp_path / "plan.json"), "--json")
@@ -98,6 +100,7 @@ def trained_peaks(path: Path, plan: Plan, *, lora: bool, frozen: str | None) -> 
         return [memory.peak_bytes for memory in trainer.memory()]
 
 
+@pytest.mark.feature("Memory: Ask by the config of a language model")
 @pytest.mark.filterwarnings(SAYING)
 @pytest.mark.parametrize(
     ("flags", "memory"),

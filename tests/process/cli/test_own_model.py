@@ -67,6 +67,7 @@ def one_process() -> tuple[list[float], list[float]]:
     return losses, accuracies
 
 
+@pytest.mark.feature("Command line: Train a model and loss of one's own")
 def test_a_run_of_an_own_model_and_loss(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(OWN)
     flags = ["--model", "own:Net", "--loss", "own:smooth", "--lr", "0.01", "--seed", "4", "--run", "run", *POOL]

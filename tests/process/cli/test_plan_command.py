@@ -63,6 +63,7 @@ def write(folder: Path, plan: Plan, name: str = "given.json") -> str:
     return str(path)
 
 
+@pytest.mark.feature("Plans: See what a plan costs, and whether that came true")
 def test_it_says_what_the_plan_is_what_it_costs_and_why_this_one(made: Made) -> None:
     text = made.text
     assert made.plan.predicted is not None and made.plan.describe() in text
@@ -79,6 +80,7 @@ def test_it_says_what_the_plan_is_what_it_costs_and_why_this_one(made: Made) -> 
     assert "run it with: onebox train --model mlp --pool 'cpu*2' --threads 1 --plan plan.json" in text
 
 
+@pytest.mark.feature("Plans: Make, edit and check a plan file")
 def test_the_files(made: Made) -> None:
     assert {path.name for path in made.folder.iterdir()} == {"plan.json", "plan.svg", "report.json"}
     assert made.plan.predicted is not None and made.plan.predicted.batch == 64
@@ -90,6 +92,7 @@ def test_the_files(made: Made) -> None:
     assert "<!-- predicted: " in (made.folder / "plan.svg").read_text()
 
 
+@pytest.mark.feature("Plans: Make, edit and check a plan file")
 def test_an_edited_plan_is_checked(made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Stages swapped over the devices, and another schedule; what the file itself predicts is not looked at."""
     given = made.two_stages()
@@ -275,6 +278,7 @@ def planned_run(made: Made, tmp_path_factory: pytest.TempPathFactory) -> Made:
     return Made(folder / "run", done.stdout, json.loads((folder / "run" / "summary.json").read_text()))
 
 
+@pytest.mark.feature("Plans: Train by a plan file")
 def test_a_planned_run_learns_and_keeps_its_plan(made: Made, planned_run: Made) -> None:
     assert planned_run.plan == made.two_stages()
     names = {path.name for path in planned_run.folder.iterdir()}
@@ -286,6 +290,7 @@ def test_a_planned_run_learns_and_keeps_its_plan(made: Made, planned_run: Made) 
             assert image.width > 1000
 
 
+@pytest.mark.feature("Plans: See what a plan costs, and whether that came true")
 def test_a_planned_run_says_how_right_the_plan_was(planned_run: Made) -> None:
     text, found = planned_run.text, planned_run.report["comparison"]
     assert "predicted and measured, medians of 44 steps" in text  # 22 of each epoch's 23 have a whole batch
@@ -383,6 +388,7 @@ def test_a_plan_for_more_devices_than_there_are(tmp_path: Path, capsys: pytest.C
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.feature("Memory: Predict memory at every instruction, and show it")
 def test_memory_is_shown_as_it_is_predicted_and_measured(tmp_path: Path) -> None:
     files = ("--figure", "plan.svg", "--report", "report.json")
     line = ["plan", *JOB, "--micro-batches", "32", "--schedules", "1f1b", "--budget", "0.5", "--show-memory", *files]

@@ -42,6 +42,7 @@ def test_processors() -> None:
     assert found.emulated_links == ()
 
 
+@pytest.mark.feature("Pools: Slow down devices and links for experiments")
 def test_emulated_links_come_out_as_what_they_emulate() -> None:
     links = {(0, 1): NEAR, (0, 2): FAR, (1, 2): FAR}
     with open_pool("sim,sim@0.5,sim", links=links) as pool:
@@ -72,6 +73,7 @@ def test_a_worker_that_dies_is_named(cache: Path) -> None:
     assert not kept(cache)
 
 
+@pytest.mark.feature("Plans: Measure devices, links and models")
 def test_tables_and_file_measured_once(tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
     done = command(["profile", *SMALL, "--report", "p.json", "--figure", "p.svg"], tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
@@ -132,6 +134,7 @@ def test_a_wide_matrix_is_not_cut(
     assert all(len(row) == 5 for row in rows)
 
 
+@pytest.mark.feature("Plans: Measure devices, links and models")
 def test_a_model_is_measured_by_its_segments_and_kept(
     cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -48,6 +48,7 @@ def run(folder: Path, *arguments: str, pool: Sequence[str] = ONE) -> subprocess.
 # ---- as Python does it
 
 
+@pytest.mark.feature("Command line: Run a script or module")
 def test_a_script_is_the_main_module(tmp_path: Path) -> None:
     path = script(tmp_path, LOOKS, "there/script.py")
     done = run(tmp_path, "there/script.py", "--lr", "0.1", "--help", "-m", "x", pool=POOL)
@@ -76,6 +77,7 @@ def test_a_script_waits_for_nothing_that_it_does_not_need(tmp_path: Path) -> Non
     assert done.stdout.splitlines() == ["", "onebox-fork-srv"], done.stderr
 
 
+@pytest.mark.feature("Command line: Run a script or module")
 def test_a_module_is_found_from_the_current_folder(tmp_path: Path) -> None:
     path = script(tmp_path, LOOKS, "package/__main__.py")
     done = run(tmp_path, "-m", "package", "--pool", "cpu", pool=POOL)

@@ -146,6 +146,8 @@ def test_pairing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
     assert "ana@desk" not in said(capsys, "pair", "list")
 
 
+@pytest.mark.feature("Agents: Read metrics by Prometheus")
+@pytest.mark.feature("Agents: See devices, holders and logs from a client")
 def test_devices_and_status_and_logs(as_client: Serving, capsys: pytest.CaptureFixture[str]) -> None:
     address = as_client.address
     devices = json.loads(said(capsys, "devices", "--pool", f"{address}/cpu*2", "--json"))
@@ -181,6 +183,7 @@ def test_the_live_table_ends_with_ctrl_c(as_client: Serving, tmp_path: Path) -> 
         assert process.wait(PATIENCE_S) == 0
 
 
+@pytest.mark.feature("Agents: Remove a client")
 def test_who_is_let_in_no_longer(
     as_client: Serving, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -36,12 +36,14 @@ def test_it_says_what_it_does(undisturbed: Run) -> None:
     assert "run folder run" in text
 
 
+@pytest.mark.feature("Command line: Train a model and data set")
 def test_it_learns(undisturbed: Run) -> None:
     summary = json.loads((undisturbed.folder / "summary.json").read_text())
     assert summary["test_accuracy"] >= 0.97
     assert summary["test_loss"] < 0.2
 
 
+@pytest.mark.feature("Command line: Find all of a run in its folder")
 def test_the_run_folder(undisturbed: Run) -> None:
     names = {path.name for path in undisturbed.folder.iterdir()}
     assert names == {"config.json", "status.json", "metrics.jsonl", "checkpoint", "timeline.json", "summary.json"}
@@ -54,6 +56,7 @@ def test_the_configuration_is_resolved(undisturbed: Run) -> None:
     assert (config["epochs"], config["seed"], config["threads"]) == (3, 3, 1)
 
 
+@pytest.mark.feature("Monitoring: Record metrics as JSON lines")
 def test_the_metrics(undisturbed: Run) -> None:
     records = metrics(undisturbed.folder)
     steps = [record for record in records if record["event"] == "step"]
@@ -78,6 +81,7 @@ def test_the_feed_of_each_epoch_is_on_record(undisturbed: Run) -> None:
         assert record["skipped"] == 0
 
 
+@pytest.mark.feature("Monitoring: Account for the time of each epoch")
 def test_the_account_of_each_epoch_is_all_of_its_time(undisturbed: Run) -> None:
     records = [json.loads(line) for line in (undisturbed.folder / "metrics.jsonl").read_text().splitlines()]
     assert records[0]["event"] == "begin" and records[0]["version"] == 2
@@ -103,6 +107,7 @@ def test_the_account_of_each_epoch_is_all_of_its_time(undisturbed: Run) -> None:
         assert one["samples_per_s"] == pytest.approx(one["samples"] / training_s)
 
 
+@pytest.mark.feature("Monitoring: Open a timeline in Perfetto")
 def test_the_timeline_is_a_trace_whose_tracks_do_not_overlap(undisturbed: Run) -> None:
     trace = json.loads((undisturbed.folder / "timeline.json").read_text())
     events = trace["traceEvents"]
@@ -179,6 +184,7 @@ def test_too_little_memory_is_a_failure_on_the_way(tmp_path: Path, capsys: pytes
     assert text.startswith("onebox: worker 0 (cpu") and "quota" in text and "Traceback" not in text
 
 
+@pytest.mark.feature("Command line: List the devices of a pool")
 def test_devices_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["devices", *POOL, "--memory", "1GiB", "--json"]) == 0
     devices = json.loads(capsys.readouterr().out)

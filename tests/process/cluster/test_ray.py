@@ -31,6 +31,7 @@ def owner(process: int) -> psutil.Process:
     return psutil.Process(psutil.Process(process).ppid())
 
 
+@pytest.mark.feature("Clusters: Train on a Ray cluster, from inside or outside")
 def test_two_nodes_train_as_one_process_does_and_a_killed_worker_is_replaced(nodes: Nodes) -> None:
     handler = signal.getsignal(signal.SIGTERM)
     with open_pool("ray/cpu*2/spread/memory=512m", threads=1) as pool:
@@ -100,12 +101,14 @@ def test_a_client_that_is_killed_leaves_nothing(nodes: Nodes) -> None:
     assert (ended.stdout, ended.returncode) == ("opened\n", -signal.SIGKILL), ended.stderr
 
 
+@pytest.mark.feature("Clusters: Train on a Ray cluster, from inside or outside")
 def test_a_client_from_outside_trains_too(nodes: Nodes) -> None:
     with open_pool(f"ray://{HEAD}:{nodes.port}/cpu*2/spread", threads=1) as pool:
         replicas = Plan.data_parallel(range(2), (1.0, 1.0), micro_batch=3)
         assert_same(run(pool, "mlp", replicas, SIZES), reference("mlp", replicas, SIZES))
 
 
+@pytest.mark.feature("Clusters: Ask for GPUs by type and memory")
 def test_gpus_are_chosen_by_type_and_memory(nodes: Nodes) -> None:
     """These nodes only say that they have GPUs. The PyTorch of all has no CUDA, or no GPU: the error names the node."""
     small, large = "127.0.0.5", "127.0.0.6"

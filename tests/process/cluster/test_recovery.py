@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import psutil
+import pytest
 import torch
 from torch import Tensor
 
@@ -35,6 +36,7 @@ def run(pool: Pool, *, killed: int | None = None) -> tuple[dict[str, Tensor], tu
         return trainer.tensors(), trainer.recoveries
 
 
+@pytest.mark.feature("Clusters: Recover on a Ray cluster")
 def test_a_killed_actor_costs_a_recovery_and_no_bit(nodes: Nodes) -> None:
     with open_pool("ray/cpu*2/spread", threads=1) as pool:
         expected, nothing = run(pool)

@@ -67,6 +67,7 @@ def later(action: Callable[[], AbstractContextManager[None]], away_s: float) -> 
     return thread
 
 
+@pytest.mark.feature("Recovery: Ride out a cut of the network")
 @pytest.mark.parametrize("how", ["down", "stalled"])
 def test_a_network_that_is_away_for_a_while_is_waited_for(how: str, undisturbed: dict[str, Tensors]) -> None:
     network = Network()

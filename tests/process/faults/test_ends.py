@@ -63,6 +63,7 @@ except KeyboardInterrupt:
         assert script.end(START_S) == (0, "interrupted 1\n", "")
 
 
+@pytest.mark.feature("Recovery: Leave no process behind")
 @pytest.mark.parametrize(
     ("last", "status", "words"),
     [
@@ -88,6 +89,7 @@ ready(pool)
         assert gone(script.workers, ORPHANED_S)
 
 
+@pytest.mark.feature("Recovery: Leave no process behind")
 def test_workers_of_a_killed_process_end_by_themselves(tmp_path: Path) -> None:
     body = """
 with open_pool("cpu*2", threads=1) as pool:

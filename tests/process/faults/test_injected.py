@@ -79,6 +79,7 @@ def assert_same_bits(found: Tensors, expected: Tensors) -> None:
         assert torch.equal(found[name], tensor), name
 
 
+@pytest.mark.feature("Recovery: Learn which worker died or hangs, and why")
 @pytest.mark.parametrize("case", KILLS, ids=lambda case: "-".join(map(str, case)))
 def test_a_killed_worker_is_reported_with_its_signal(case: Case) -> None:
     sync, instruction, count, worker = case
@@ -98,6 +99,7 @@ def hang(kind: str, case: Case) -> OneboxError:
         return fails_with_one_error(trainer)
 
 
+@pytest.mark.feature("Recovery: Learn which worker died or hangs, and why")
 def test_a_stopped_or_hanging_worker_is_reported() -> None:
     with ThreadPoolExecutor(2) as executor:
         errors = list(executor.map(lambda arguments: hang(*arguments), HANGS))

@@ -29,12 +29,14 @@ def test_decoders_refuse_what_is_no_message_and_stay_as_they_are() -> None:
     assert found["grown_bytes"] < MEMORY_BYTES
 
 
+@pytest.mark.feature("Security: Survive malicious messages")
 def test_a_worker_survives_what_its_client_says() -> None:
     found = security.worker(400, seed=12)
     assert (found["messages"], found["crashes"], found["hangs"]) == (400, 0, 0), found["examples"]
     assert found["grown_bytes"] < security.QUOTA_BYTES + MEMORY_BYTES
 
 
+@pytest.mark.feature("Security: Survive malicious messages")
 def test_an_agent_survives_what_its_client_says() -> None:
     found = security.agent(180, seed=13)
     assert (found["messages"], found["crashes"], found["hangs"]) == (180, 0, 0), found["examples"]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.process.faults.scripts import START_S, Script
 
 GUARD = """
@@ -49,6 +51,7 @@ except RuntimeError as error:
 """
 
 
+@pytest.mark.feature("Security: Unpickle nothing from wires and files")
 def test_nothing_is_unpickled_at_run_time(tmp_path: Path) -> None:
     hooks, guarded, saved = tmp_path / "hooks", tmp_path / "hooks" / "guarded", tmp_path / "saved"
     guarded.mkdir(parents=True)

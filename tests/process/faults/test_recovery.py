@@ -199,6 +199,7 @@ def assert_same(found: Outcome, expected: Outcome) -> None:
         assert torch.equal(found[1][name], tensor), name
 
 
+@pytest.mark.feature("Recovery: Replace workers that die or hang, with the same bits")
 @pytest.mark.parametrize(
     ("kind", "seed", "signals"),
     [

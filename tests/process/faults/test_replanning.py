@@ -121,6 +121,7 @@ def even_replicas() -> Plan:
     return staged(((0,), (1,)), ((2,),), schedule="zb-h1")
 
 
+@pytest.mark.feature("Recovery: Go on with fewer devices")
 @pytest.mark.parametrize(
     ("plan", "devices", "gone"),
     [

@@ -124,6 +124,7 @@ STRANGERS: list[Stranger] = [
 ]
 
 
+@pytest.mark.feature("Security: Keep strangers out of workers and agents")
 @pytest.mark.parametrize("stranger", STRANGERS, ids=lambda stranger: stranger.__name__.replace("_", " "))
 def test_a_stranger_gets_no_answer_and_has_no_say(opened: Open, working: onebox.Trainer, stranger: Stranger) -> None:
     question = encode(Envelope(1, True, (Ask("memory"), Shutdown())))

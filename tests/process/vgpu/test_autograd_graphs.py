@@ -268,6 +268,7 @@ def test_anomalies_are_found() -> None:
             x.sqrt().sum().backward()
 
 
+@pytest.mark.feature("Virtual devices: Use hooks, higher derivatives and torch.func")
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # which PyTorch calls for forward mode
 @pytest.mark.parametrize("case", WORKING, ids=lambda case: case.__name__)
 def test_values_and_gradients_are_those_of_the_cpu(case: Case) -> None:

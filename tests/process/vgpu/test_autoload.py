@@ -88,6 +88,7 @@ def run(text: str, folder: Path, pool: str | None) -> subprocess.CompletedProces
     )
 
 
+@pytest.mark.feature("Virtual devices: Get devices by an environment variable alone")
 def test_a_script_that_asks_for_an_accelerator_finds_the_pool_of_the_environment(tmp_path: Path) -> None:
     done = run(LOOKS, tmp_path, "cpu*2")
     assert done.returncode == 0, done.stderr

@@ -36,6 +36,7 @@ def trained(name: str, device: Any, wrap: Callable[[nn.Module], Any]) -> tuple[l
     return [loss.cpu() for loss in losses], state
 
 
+@pytest.mark.feature("Virtual devices: Compile a model with torch.compile")
 @pytest.mark.parametrize("name", ["mlp", "cnn", "attention", "branches", "tied", "unet", "late", "prompted"])
 def test_training_gives_what_eager_operators_give(name: str, programs: list[Any]) -> None:
     eager = trained(name, HERE, lambda model: model)

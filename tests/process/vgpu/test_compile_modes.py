@@ -71,6 +71,7 @@ def test_channels_last_keeps_its_strides() -> None:
     close(made.as_strided((4,), (1,)), expected.as_strided((4,), (1,)))
 
 
+@pytest.mark.feature("Virtual devices: Compile a model with torch.compile")
 @pytest.mark.filterwarnings("ignore:.*script_method.*:DeprecationWarning")  # PyTorch's own, from loading Inductor
 def test_the_default_backend_and_others(programs: list[Any]) -> None:
     host, here = pair(lambda: Norm().eval())

@@ -49,6 +49,7 @@ def own_profile() -> Iterator[None]:
     settings.load_profile(profile)
 
 
+@pytest.mark.feature("Virtual devices: Run PyTorch's operators as on the CPU")
 def test_a_part_of_the_databases_gives_what_the_cpu_gives() -> None:
     choose = random.Random(SEED)
     cases = [

@@ -35,6 +35,7 @@ pytestmark = pytest.mark.usefixtures("aliased")
 # ---- going in
 
 
+@pytest.mark.feature("Virtual devices: Use devices by the names and functions of torch.cuda")
 @pytest.mark.parametrize(
     "make",
     [
@@ -213,6 +214,7 @@ def test_saved_tensors_are_loaded_where_they_are_wanted(location: Any, want: tor
     assert loaded.device == want and loaded.tolist() == x.tolist()
 
 
+@pytest.mark.feature("Virtual devices: Save and load tensors of devices")
 def test_a_file_of_the_host_is_loaded_onto_a_device(tmp_path: Path) -> None:
     model = nn.Linear(2, 3)
     torch.save(model.state_dict(), tmp_path / "model.pt")
@@ -222,6 +224,7 @@ def test_a_file_of_the_host_is_loaded_onto_a_device(tmp_path: Path) -> None:
     assert model.weight.device == ZERO and model.weight.tolist() == state["weight"].tolist()
 
 
+@pytest.mark.feature("Virtual devices: Save and load tensors of devices")
 def test_a_file_says_cuda_so_that_every_pytorch_can_map_it() -> None:
     file = io.BytesIO()
     torch.save(torch.ones(2, device="cuda:1"), file)
@@ -229,6 +232,7 @@ def test_a_file_says_cuda_so_that_every_pytorch_can_map_it() -> None:
     assert pickle.loads(pickle.dumps(torch.ones(2, device="cuda:1"))).device == ONE
 
 
+@pytest.mark.feature("Virtual devices: Save and load tensors of devices")
 def test_safetensors_are_loaded_onto_the_current_device(tmp_path: Path) -> None:
     """Not onto the first one, which with a rank for each device may be another rank's."""
     save_file({"x": torch.ones(2)}, tmp_path / "x.safetensors")

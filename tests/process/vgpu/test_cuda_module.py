@@ -30,6 +30,7 @@ pytestmark = pytest.mark.usefixtures("aliased")
 # ---- torch.cuda
 
 
+@pytest.mark.feature("Virtual devices: Use devices by the names and functions of torch.cuda")
 def test_what_there_is(pool: onebox.Pool) -> None:
     assert torch.cuda.is_available() and torch.cuda.is_initialized() and torch.cuda.device_count() == 2
     assert torch.cuda.get_device_name("cuda:1") == torch.cuda.get_device_properties(1).name
@@ -43,6 +44,7 @@ def test_what_there_is(pool: onebox.Pool) -> None:
     assert not torch.cuda.is_current_stream_capturing()
 
 
+@pytest.mark.feature("Virtual devices: Use devices by the names and functions of torch.cuda")
 def test_memory() -> None:
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
@@ -255,6 +257,7 @@ def test_autocast(dtype: torch.dtype) -> None:
     assert not torch.is_autocast_enabled() and torch.amp.is_autocast_available("cuda")
 
 
+@pytest.mark.feature("Virtual devices: Train in mixed precision with a gradient scaler")
 @pytest.mark.filterwarnings("ignore:.torch.cuda.amp:FutureWarning")
 @pytest.mark.parametrize("old", [True, False])
 def test_gradient_scaler(old: bool) -> None:
@@ -300,6 +303,7 @@ def test_recurrent_networks_take_no_library_for_granted() -> None:
     assert packed.is_cuda and packed.data.device == ZERO
 
 
+@pytest.mark.feature("Virtual devices: Load data by processes and pinned memory")
 @pytest.mark.parametrize("workers", [0, 2])
 def test_data_loaders_with_pinned_memory(workers: int) -> None:
     data = TensorDataset(torch.arange(12.0).reshape(6, 2))

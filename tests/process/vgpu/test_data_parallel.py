@@ -75,6 +75,7 @@ def in_float64() -> Iterator[None]:
     torch.set_default_dtype(torch.float32)
 
 
+@pytest.mark.feature("Virtual devices: Train with nn.DataParallel")
 @pytest.mark.parametrize("device_ids", [None, [0, 1], ["vgpu:2", "vgpu:0"], [1]])
 def test_training_is_that_of_one_device(device_ids: Any) -> None:
     """The last batches are uneven: 10 in chunks of 4, 4 and 2, then fewer samples than devices."""

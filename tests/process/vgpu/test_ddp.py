@@ -42,6 +42,7 @@ DEVICES = RANKS
 pytestmark = pytest.mark.usefixtures("pool", "in_float64")
 
 
+@pytest.mark.feature("Virtual devices: Train with DistributedDataParallel")
 @pytest.mark.parametrize(
     "options",
     [

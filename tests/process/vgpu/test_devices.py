@@ -121,6 +121,7 @@ def test_copies_into_parts_and_other_types() -> None:
     assert torch.equal(host, x)
 
 
+@pytest.mark.feature("Virtual devices: Spread a model over several devices")
 def test_copies_do_not_pass_the_client(traffic: Traffic) -> None:
     x = torch.randint(9, (64, 64)).double()
     there = x.to("vgpu:0")
@@ -286,6 +287,7 @@ def trained(model: Spread, steps: int, seen: Callable[[], None] | None = None) -
     return losses
 
 
+@pytest.mark.feature("Virtual devices: Spread a model over several devices")
 @pytest.mark.parametrize(
     "places", [("vgpu:0", "vgpu:1", "vgpu:2"), ("vgpu:2", "vgpu:0", "vgpu:2"), ("vgpu:1", "cpu", "vgpu:0")]
 )

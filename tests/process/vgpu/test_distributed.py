@@ -41,6 +41,7 @@ ALL = [of_rank(rank, "cpu") for rank in range(RANKS)]
 # ---- collectives
 
 
+@pytest.mark.feature("Virtual devices: Use collectives of torch.distributed")
 @pytest.mark.parametrize("device", [None, "cpu"])
 def test_all_reduce_in_place(device: str | None) -> None:
     def reduced(rank: int) -> list[Any]:
@@ -95,6 +96,7 @@ def test_all_reduce_of_other_types() -> None:
         ]
 
 
+@pytest.mark.feature("Virtual devices: Use collectives of torch.distributed")
 @pytest.mark.parametrize("device", [None, "cpu"])
 def test_one_to_all_and_all_to_one(device: str | None) -> None:
     def run(rank: int) -> list[Any]:
@@ -118,6 +120,7 @@ def test_one_to_all_and_all_to_one(device: str | None) -> None:
             assert total.tolist() == ALL[rank].tolist()
 
 
+@pytest.mark.feature("Virtual devices: Use collectives of torch.distributed")
 @pytest.mark.parametrize("device", [None, "cpu"])
 def test_all_to_all(device: str | None) -> None:
     def run(rank: int) -> list[Any]:

@@ -112,6 +112,7 @@ def test_scripts_are_ordinary_and_listed() -> None:
         assert plain[2:] == pooled[7:]
 
 
+@pytest.mark.feature("Virtual devices: Run an unmodified script on a pool")
 @pytest.mark.parametrize("script", sorted(SHORT.keys() - {"amp.py"}))
 def test_losses_are_those_of_the_cpu(script: str, tmp_path: Path) -> None:
     plain, pooled = results(tmp_path, *both(script))
@@ -129,6 +130,7 @@ def test_four_threads_share_two_devices(tmp_path: Path) -> None:
     assert_same(plain, pooled)
 
 
+@pytest.mark.feature("Virtual devices: Train in mixed precision with a gradient scaler")
 def test_mixed_precision(tmp_path: Path) -> None:
     """Which operators run in which precision differs between kinds of devices: the curves are near, not equal."""
     plain, pooled = results(tmp_path, *both("amp.py"))
@@ -138,6 +140,7 @@ def test_mixed_precision(tmp_path: Path) -> None:
     assert places(pooled) == ["cuda"]
 
 
+@pytest.mark.feature("Virtual devices: Checkpoint activations with the same random numbers")
 def test_recomputed_activations_draw_the_same_random_numbers(tmp_path: Path) -> None:
     draw = ("--dropout", "0.2", "--steps", "6")
     kept, recomputed, reentrant, plain = results(

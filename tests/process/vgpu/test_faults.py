@@ -68,6 +68,7 @@ class Loop:
 # ---- workers that end
 
 
+@pytest.mark.feature("Virtual devices: Learn of a failure where a value is read")
 def test_a_worker_that_is_killed_in_a_loop(pool: onebox.Pool) -> None:
     loop = Loop("vgpu:1")
     for _ in range(3):
@@ -266,6 +267,7 @@ def test_tensors_of_a_pool_that_is_closed() -> None:
 # ---- operators that fail on the worker
 
 
+@pytest.mark.feature("Virtual devices: Learn of a failure where a value is read")
 def test_an_index_out_of_range_is_told_where_it_is_read(lasting: onebox.Pool) -> None:
     table = nn.Embedding(4, 3).to("vgpu:0")
     other = torch.ones(3, device="vgpu:0")
@@ -325,6 +327,7 @@ def test_a_singular_matrix(lasting: onebox.Pool) -> None:
 # ---- memory
 
 
+@pytest.mark.feature("Virtual devices: Go on after a step that failed")
 def test_memory_that_runs_out_and_comes_back(lasting: onebox.Pool) -> None:
     (torch.ones(2, device="vgpu:0") * 2).sum().item()  # what PyTorch imports for it keeps frames alive for a while
     gc.collect()

@@ -143,6 +143,7 @@ def branches_within_a_map(device: str) -> Any:
     return func.vmap(lambda x: x if x > 0 else -x)(normal(3, device=device))
 
 
+@pytest.mark.feature("Virtual devices: Use hooks, higher derivatives and torch.func")
 @pytest.mark.parametrize("case", WORKING, ids=lambda case: case.__name__)
 def test_functions_of_functions_are_those_of_the_cpu(case: Case) -> None:
     beside(case)

@@ -16,6 +16,7 @@ def padded(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
 
 
+@pytest.mark.feature("Virtual devices: Train on packed sequences and with sparse gradients")
 @pytest.mark.parametrize("batch_first", [True, False])
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 def test_recurrent_nets_over_packed_sequences(kind: type[nn.RNNBase], batch_first: bool) -> None:

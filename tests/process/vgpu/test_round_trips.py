@@ -68,6 +68,7 @@ class Training:
         return loss
 
 
+@pytest.mark.feature("Virtual devices: Train without waiting for the devices")
 @pytest.mark.parametrize(
     "step",
     [

@@ -36,6 +36,7 @@ def _trained(device: str, optimizer: Callable[[Any], torch.optim.Optimizer]) -> 
     return words.weight.detach().cpu(), words.weight.grad.cpu().to_dense()
 
 
+@pytest.mark.feature("Virtual devices: Train on packed sequences and with sparse gradients")
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_sparse_gradients_train_as_on_the_cpu(name: str) -> None:
     expected = _trained("cpu", OPTIMIZERS[name])

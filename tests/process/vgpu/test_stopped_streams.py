@@ -203,6 +203,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 }
 
 
+@pytest.mark.feature("Virtual devices: Go on after a step that failed")
 @pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
 @pytest.mark.parametrize("zero", ["first", "last", "in place"])
 @pytest.mark.parametrize("bad", [0, 2])

@@ -53,6 +53,7 @@ def trained(
     return values, loss, state(model)
 
 
+@pytest.mark.feature("Virtual devices: Hand a model on virtual devices to a trainer")
 @pytest.mark.parametrize(
     ("name", "optimizer", "device"),
     [

@@ -109,6 +109,7 @@ def test_what_is_not_plain_is_named_by_its_type() -> None:
     assert (record["x"], record["y"], record["z"]) == ("(bytes)", "(list)", "(too large)")
 
 
+@pytest.mark.feature("Agents: Keep a journal")
 def test_the_file_is_its_owners_alone_and_goes_on(tmp_path: Path) -> None:
     path = tmp_path / "agent.jsonl"
     path.write_text('{"event": "before"}\n{"event": "unfini')

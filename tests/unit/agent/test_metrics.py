@@ -48,6 +48,7 @@ def samples(text: str) -> dict[tuple[str, ...], float]:
     }
 
 
+@pytest.mark.feature("Agents: Read metrics by Prometheus")
 def test_values() -> None:
     book = told()
     with serve_metrics(lambda: STOCK, lambda: book.counts, port=0, lost=lambda: 3) as server:

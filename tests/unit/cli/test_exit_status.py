@@ -75,6 +75,7 @@ def test_a_damaged_data_file_is_named(tmp_path: Path, capsys: pytest.CaptureFixt
     assert status == 2 and "t10k-images-idx3-ubyte is damaged" in text
 
 
+@pytest.mark.feature("Errors: Tell errors apart by class and exit status")
 @pytest.mark.parametrize(
     ("error", "status"),
     [
@@ -134,12 +135,14 @@ def test_help_is_no_failure(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--save-every" in capsys.readouterr().out
 
 
+@pytest.mark.feature("Command line: Show the environment")
 def test_the_environment(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["env"]) == 0
     text = capsys.readouterr().out
     assert all(word in text for word in ("versions", "torch", "devices", "cpu:", "missing"))
 
 
+@pytest.mark.feature("Command line: Show the environment")
 def test_the_environment_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["env", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

@@ -57,6 +57,7 @@ def test_what_follows_the_name_of_a_script_is_its_own(line: str, flags: dict[str
     assert parse(line.split()) == RunConfig(**flags, script=tuple(script.split()))
 
 
+@pytest.mark.feature("Launchers: Start a rank for each device by onebox torchrun")
 @pytest.mark.parametrize(
     ("line", "flags", "rest"),
     [

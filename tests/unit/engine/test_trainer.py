@@ -377,6 +377,7 @@ def test_at_most_so_many_steps_are_under_way(pools: Pools) -> None:
         assert all(loss.done for loss in losses)
 
 
+@pytest.mark.feature("Trainer: Read a loss later")
 def test_steps_are_under_way_while_those_before_travel(open_pool: OpenPool) -> None:
     """Several steps fit into a round trip: the loop, which reads nothing, is not held up for each."""
     pool = open_pool(1, channel_latency_s=0.3)

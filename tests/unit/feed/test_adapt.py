@@ -44,6 +44,7 @@ def ints(stream, epoch=0, seed=0):
 # ---- data sets
 
 
+@pytest.mark.feature("Data: Take data sets and loaders of PyTorch")
 def test_a_data_set_is_read_by_number():
     source = as_source(Counting())
 
@@ -358,6 +359,7 @@ def graph(nodes, threads=2):
     return nodes.Prefetcher(nodes.Batcher(mapped, 8), prefetch_factor=2)
 
 
+@pytest.mark.feature("Data: Take data sets of Hugging Face and graphs of torchdata")
 def test_a_graph_of_nodes_follows_from_seed_and_epoch(nodes):
     first, second = as_source(graph(nodes)), as_source(nodes.Loader(graph(nodes)))
 

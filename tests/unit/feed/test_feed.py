@@ -56,6 +56,7 @@ def stopped_and_resumed(make: Any, stop: int, *, last: int) -> list[Any]:
     return seen + epochs(second, second.position.epoch, last)
 
 
+@pytest.mark.feature("Feed: Train from a feed, and resume at the next sample")
 @settings(max_examples=60)
 @given(
     count=st.integers(1, 23),
@@ -87,6 +88,7 @@ def test_any_stop_and_any_concurrency_give_the_same_samples(
     assert stopped_and_resumed(lambda: make(read=read, process=process, ahead=ahead), stop, last=2) == whole
 
 
+@pytest.mark.feature("Data: Write a source of one's own")
 @settings(max_examples=6)
 @given(stop=st.integers(1, 9), process=WORKERS, transform=st.sampled_from([own_generator, all_globals]))
 def test_processes_give_what_threads_give(stop, process, transform):
@@ -130,6 +132,7 @@ def test_a_run_may_go_on_with_another_batch_size(size, other, stop):
     assert seen == whole
 
 
+@pytest.mark.feature("Data: Take data sets and loaders of PyTorch")
 def test_a_loader_is_taken_as_it_is_and_resumes_in_its_own_order():
     samples = TensorDataset(torch.arange(11.0), torch.arange(11))
 
@@ -163,6 +166,7 @@ def test_a_data_set_that_draws_while_it_is_read_is_repeatable():
     assert len({tuple(value) for inputs, _ in whole for value in inputs}) == 14
 
 
+@pytest.mark.feature("Feed: Prepare by threads or processes with repeatable transforms")
 def test_decoding_that_draws_is_seen():
     noisy = Numbers(5, noisy=True)
     whole = epochs(Feed(noisy, batch_size=2, process_by="threads", process=2), 0, 1)
@@ -353,6 +357,7 @@ def test_little_is_read_while_the_consumer_stalls():
         assert len(read) <= 3 + 1 + 2 + 3 + 3
 
 
+@pytest.mark.feature("Feed: Find the bottleneck, and adjust to it")
 def test_the_report_names_the_stage_that_bounds():
     feed = Feed(Numbers(8), batch_size=2)
     assert feed.report() == "no batch has been asked for yet"

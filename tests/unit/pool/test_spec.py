@@ -26,6 +26,7 @@ def local(devices: str) -> LocalPart:
     return LocalPart(devices=devices)
 
 
+@pytest.mark.feature("Pools: Open devices by a text, a file or the environment")
 @pytest.mark.parametrize(
     ("spec", "expected"),
     [
@@ -71,6 +72,7 @@ def test_what_is_not_understood_is_named_with_what_is_allowed(spec: str, message
         parse_spec(spec)
 
 
+@pytest.mark.feature("Pools: Open devices by a text, a file or the environment")
 def test_the_environment_says_what_auto_is() -> None:
     def read(name: str) -> str:
         return {"lab.toml": '[[hosts]]\naddress = "hostA"'}[name]
@@ -107,6 +109,7 @@ address = "hostB"
 """
 
 
+@pytest.mark.feature("Pools: Open devices by a text, a file or the environment")
 def test_a_file_of_hosts() -> None:
     first = AgentPart(address="hostA:7272", devices=("cuda:0", "cpu*2"), threads=4, memory=Budgets(every=8 << 30))
     assert parse_hosts(FILE, "x") == (first, LocalPart(devices="cpu*2", memory=Budgets(every=1000)), agent("hostB"))

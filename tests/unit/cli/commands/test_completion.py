@@ -77,6 +77,7 @@ def offered(shell: Shell, words: str, folder: Path, capsys: pytest.CaptureFixtur
     return {word for word in found if not word.startswith("-")} if words.endswith("''") else found
 
 
+@pytest.mark.feature("Command line: Complete command lines")
 @pytest.mark.parametrize("words", CASES)
 def test_bash_offers_commands_options_values_and_files(
     words: str, folder: Path, capsys: pytest.CaptureFixture[str]

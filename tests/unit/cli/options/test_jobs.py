@@ -194,6 +194,7 @@ def test_checkpoints_are_steps_or_time_apart(text: str, steps: int, seconds: flo
     assert parse_save_interval(text) == SaveInterval(steps=steps, seconds=seconds)
 
 
+@pytest.mark.feature("Checkpoints: Save every so many steps, or so often")
 def test_a_checkpoint_is_due_after_steps_or_time() -> None:
     assert [SaveInterval(steps=3).due(step, 1e9) for step in (2, 3, 4)] == [False, True, False]
     assert [SaveInterval(seconds=60.0).due(3, since_s) for since_s in (59.0, 60.0)] == [False, True]

@@ -39,6 +39,7 @@ def test_islands_keep_the_order_in_which_they_are_given() -> None:
     assert given_islands([[2, 0], (1,)], 3) == ((2, 0), (1,))
 
 
+@pytest.mark.feature("Islands: Find islands by measured links")
 def test_islands_are_the_coarsest_groups_of_near_devices() -> None:
     pairs, hosts = ((0, 1), (2, 3), (4, 5)), ((0, 1, 2, 3), (4, 5))
     assert near_islands([pairs, hosts], hosts) == hosts

@@ -133,6 +133,7 @@ NUMBER_USES: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.feature("Trainer: Read a loss later")
 @pytest.mark.parametrize("use", NUMBER_USES)
 def test_a_loss_behaves_like_a_float(use: str) -> None:
     found, expected = NUMBER_USES[use](arrived(2.5)), NUMBER_USES[use](2.5)

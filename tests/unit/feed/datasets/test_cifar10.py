@@ -145,6 +145,7 @@ def binary(tmp_path):
     return tmp_path, records
 
 
+@pytest.mark.feature("Data: Read MNIST and CIFAR-10")
 def test_the_binary_version(binary):
     folder, records = binary
     data = load_dataset(f"cifar10:{folder}")

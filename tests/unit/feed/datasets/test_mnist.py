@@ -23,6 +23,7 @@ def write_part(tmp_path, idx_bytes):
     return write
 
 
+@pytest.mark.feature("Data: Read MNIST and CIFAR-10")
 @pytest.mark.parametrize(("pack", "suffix"), [(bytes, ""), (gzip.compress, ".gz")], ids=["plain", "gzip"])
 def test_reads_both_parts(write_part, pack, suffix):
     write_part("train", 12, pack=pack, suffix=suffix)

@@ -41,6 +41,7 @@ def test_it_stops_at_the_first_and_names_it(place, said, by):
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("onebox-feed")]
 
 
+@pytest.mark.feature("Feed: Name or skip broken samples")
 @pytest.mark.parametrize("by", ["threads", "processes"])
 @pytest.mark.parametrize("place", PLACES)
 def test_it_is_left_out_and_counted(place, by):

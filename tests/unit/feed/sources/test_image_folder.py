@@ -25,6 +25,7 @@ def samples(source):
     return [source.decode(source.read(index), index) for index in range(len(source))]
 
 
+@pytest.mark.feature("Data: Read pictures in folders")
 def test_classes_and_names_are_sorted(folder):
     (folder / "readme.txt").write_text("not a class")
     (folder / "cat" / "notes.txt").write_text("no picture")

@@ -33,6 +33,7 @@ def same(tensor, array):
     )
 
 
+@pytest.mark.feature("Data: Read arrays of NumPy")
 @given(array=ARRAYS)
 def test_any_array_comes_row_by_row(tmp_path_factory, array):
     path = tmp_path_factory.mktemp("any") / "x.npy"

@@ -46,6 +46,7 @@ def kind(request):
     return request.param
 
 
+@pytest.mark.feature("Data: Read tables of Parquet and Arrow")
 def test_pictures_and_labels(tmp_path, jpeg, kind):
     table = pa.table({"image": [jpeg((n, n, n)) for n in (10, 60, 90, 120)], "label": [3, 1, 2, 0]})
     source = Parquet(write(tmp_path / KINDS[kind], table, kind))

@@ -35,6 +35,7 @@ def npy(array, **settings):
 # ---- layouts
 
 
+@pytest.mark.feature("Data: Read tar archives")
 def test_pictures_in_folders_by_class(tmp_path, write_tar, jpeg):
     path = write_tar(tmp_path / "a.tar", [("./dog/1.jpg", jpeg((9, 9, 9))), ("x/cat/2.png.jpg", jpeg((80, 80, 80)))])
     source = Tars(path)
@@ -53,6 +54,7 @@ def test_folder_samples_are_pictures_and_labels(tmp_path, write_tar, jpeg):
     assert int(light.float().mean().round()) == 80
 
 
+@pytest.mark.feature("Data: Read tar archives")
 def test_webdataset_s_layout(tmp_path, write_tar, jpeg):
     members = [("s/1.jpg", jpeg()), ("s/1.cls", b"7\n"), ("__meta", b"-"), ("s/2.cls", b"3"), ("s/2.jpeg", jpeg())]
     source = Tars(write_tar(tmp_path / "a.tar", members))

@@ -50,6 +50,7 @@ def gone_through(feed, epoch=1, start=None):
         return [(inputs.tolist(), targets.tolist()) for inputs, targets in batches]
 
 
+@pytest.mark.feature("Feed: Prepare by threads or processes with repeatable transforms")
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 @pytest.mark.parametrize("kind", SOURCES)
 def test_batches_are_the_same_whoever_makes_them(folder, kind):
@@ -86,6 +87,7 @@ def test_streams_go_on_where_they_were(kind):
     assert gone_through(Feed(STREAMS[kind](), seed=5), start=4) == expected[4:]
 
 
+@pytest.mark.feature("Feed: Name or skip broken samples")
 def test_a_broken_picture_is_named_or_left_out(folder):
     broken = folder / "pictures" / "class0" / "04.jpg"
     broken.write_bytes(broken.read_bytes()[:-100])

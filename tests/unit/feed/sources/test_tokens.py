@@ -19,6 +19,7 @@ def path(tmp_path):
     return tmp_path / "train.bin"
 
 
+@pytest.mark.feature("Data: Read files of tokens")
 @given(
     counts=st.lists(st.integers(6, 60), min_size=1, max_size=3),
     length=st.integers(1, 5),

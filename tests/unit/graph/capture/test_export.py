@@ -128,6 +128,7 @@ def write_parameter(self: Any, x_BD: Tensor) -> Tensor:
     return self.line(x_BD)
 
 
+@pytest.mark.feature("Errors: Name the line of the model that cannot be captured")
 @pytest.mark.parametrize(
     ("model", "reason", "advice"),
     [

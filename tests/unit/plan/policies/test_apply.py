@@ -196,6 +196,7 @@ def hybrid(*, cpu_s: float) -> Problem:
     )
 
 
+@pytest.mark.feature("CPU workers: Place a stage on the CPU beside a device")
 def test_any_number_of_first_segments_may_be_on_the_cpu() -> None:
     """Of few segments; of many, eighths."""
     for count, wanted in ((6, {1, 2, 3, 4, 5}), (40, {5, 10, 15, 20, 25, 30, 35})):
@@ -210,6 +211,7 @@ def test_any_number_of_first_segments_may_be_on_the_cpu() -> None:
         assert found == wanted
 
 
+@pytest.mark.feature("CPU workers: Place a stage on the CPU beside a device")
 @pytest.mark.parametrize(("cpu_s", "on_cpu"), [(1.2e-3, True), (4e-2, False)])
 def test_what_saves_much_and_computes_little_goes_to_the_processor(cpu_s: float, on_cpu: bool) -> None:
     problem = hybrid(cpu_s=cpu_s)

@@ -193,6 +193,7 @@ def test_never_slower_than_torchs_own_table(name: str, devices: int, micro_batch
     assert step_s(named_schedule(name, routes), routes) <= step_s(theirs, routes)
 
 
+@pytest.mark.feature("Pipelines: Run named schedules and tables")
 @settings(max_examples=80, deadline=None)
 @given(cases())
 def test_every_name_gives_a_valid_schedule_for_everything(case: Case) -> None:

@@ -197,6 +197,7 @@ def test_uneven_stages() -> None:
     assert found.step_s == 1 + 10 * 4
 
 
+@pytest.mark.feature("Pipelines: Synthesise a schedule for uneven stages")
 def test_uneven_stages_and_links_gain_over_every_named_schedule() -> None:
     routes = even(4, 10)
     seconds = [(1.0, 1.5, 0.5), (2.0, 1.0, 1.0), (0.5, 0.5, 0.5), (1.2, 0.7, 1.6)]

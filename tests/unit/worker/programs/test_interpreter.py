@@ -153,6 +153,7 @@ def test_random_operators_are_seeded_by_their_position() -> None:
 # ---- what is refused when a program is stored
 
 
+@pytest.mark.feature("Security: Run only operators of a list")
 @pytest.mark.parametrize(
     "name",
     [

@@ -108,6 +108,7 @@ def test_kernels_return_tensors_and_numbers_only(all_schemas: dict[str, torch.Fu
     assert kinds == {"Tensor", "List[Tensor]", "bool", "int", "number"}
 
 
+@pytest.mark.feature("Security: Run only operators of a list")
 @pytest.mark.parametrize(
     "name",
     [

@@ -48,6 +48,7 @@ def is_right(found):
     )
 
 
+@pytest.mark.feature("Data: Take data sets of Hugging Face and graphs of torchdata")
 def test_pictures_and_labels(pictures):
     source = as_source(pictures)
 
@@ -146,6 +147,7 @@ def test_threads_read_the_same(pictures):
 # ---- streams
 
 
+@pytest.mark.feature("Data: Take data sets of Hugging Face and graphs of torchdata")
 def test_a_stream_of_rows(pictures):
     stream = as_source(pictures.to_iterable_dataset())
 
