@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+import onebox
 from onebox.engine.compile import offload
 from onebox.engine.workload.captures import Captures
 from tests.kit.pools import Pools
@@ -26,6 +27,12 @@ def pools(open_pools: Pools) -> Iterator[Pools]:
     """From a number of workers to a pool of so many CPU workers; for tests that leave it whole."""
     yield open_pools
     open_pools.look()
+
+
+@pytest.fixture(scope="module")
+def pool(request: pytest.FixtureRequest, pools: Pools) -> onebox.Pool:
+    """The shared pool of as many CPU workers as ``DEVICES`` of the module says, or of two."""
+    return pools(getattr(request.module, "DEVICES", 2))
 
 
 @pytest.fixture(scope="module", autouse=True)  # not longer: other folders are tested by the same process

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections import ChainMap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -27,7 +27,6 @@ from onebox.plan import ASYNC, Plan, Stage
 from tests.kit.covering import Run, completed, covering_array, pairs_of
 from tests.kit.late import train_late
 from tests.kit.models import CASES, OPTIMIZERS
-from tests.kit.pools import Pools
 from tests.kit.reference import Outcome, assert_same, drawing, train
 from tests.kit.stages import SEED, expected, segments, staged, tabled, tensors_of
 from tests.kit.trainer_arguments import grouped
@@ -212,10 +211,8 @@ def reference(run: Run, *, rounded: bool) -> Outcome:
     return _reference(*((kind, "exact" if value in EXACT else value) for kind, value in seen), rounded=rounded)
 
 
-@pytest.fixture(scope="module")
-def pool(pools: Pools) -> Iterator[onebox.Pool]:
-    """One pool of four workers for all runs."""
-    yield pools(4)
+DEVICES = 4
+"""Workers of the pool."""
 
 
 @pytest.mark.short

@@ -15,15 +15,8 @@ from onebox.pool.backends import local
 from onebox.pool.launch.cpu_affinity import CoreAllocator, online_cores
 from onebox.worker.system.instruction_sets import used_instruction_sets
 from tests.kit.models import CASES
-from tests.kit.pools import Pools
 from tests.kit.reference import assert_same
 from tests.kit.stages import reference, run, staged
-
-
-@pytest.fixture(scope="module")
-def pool(pools: Pools) -> onebox.Pool:
-    """Two devices."""
-    return pools(2)
 
 
 def test_workers_use_the_instruction_sets_that_a_user_allows(monkeypatch: pytest.MonkeyPatch) -> None:

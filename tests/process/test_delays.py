@@ -15,7 +15,6 @@ import onebox
 from onebox.plan import ASYNC
 from tests.kit.late import train_late
 from tests.kit.models import CASES
-from tests.kit.pools import Pools
 from tests.kit.reference import Outcome, assert_same
 from tests.kit.stages import staged, tensors_of
 from tests.kit.trainer_arguments import grouped
@@ -27,9 +26,8 @@ RULES: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def pool(pools: Pools) -> onebox.Pool:
-    return pools(4)
+DEVICES = 4
+"""Workers of the pool."""
 
 
 @pytest.mark.feature("Late gradients: Correct late gradients after exact first steps")

@@ -19,7 +19,6 @@ import onebox
 from onebox.engine.workload.captures import Captures
 from onebox.plan import Plan
 from tests.kit.models import CASES, OPTIMIZERS
-from tests.kit.pools import Pools
 from tests.kit.reference import Outcome, assert_same
 from tests.kit.stages import SEED, outcome, reference, segments, staged
 
@@ -29,11 +28,6 @@ SIZES = (8, 5)
 
 MICRO_BATCH = 3
 MIXED = ("offload", "recompute", "swap", "recompute")
-
-
-@pytest.fixture(scope="module")
-def pool(pools: Pools) -> onebox.Pool:
-    return pools(2)
 
 
 @functools.cache

@@ -21,7 +21,7 @@ from onebox.plan.model.schedule import Kind
 from onebox.pool import Link
 from onebox.wire.protocol.requests import Define, Instruction, Routine, StoredProgram
 from tests.kit.models import CASES, OPTIMIZERS
-from tests.kit.pools import Pools, untouched
+from tests.kit.pools import untouched
 from tests.kit.stages import SEED, segments, staged
 from tests.kit.trainer_arguments import grouped
 
@@ -40,10 +40,8 @@ class Run(NamedTuple):
     remembered: dict[tuple[str, str], Tensor | bool | int | float | None]
 
 
-@pytest.fixture(scope="module")
-def pool(pools: Pools) -> onebox.Pool:
-    """One pool of four workers for all runs."""
-    return pools(4)
+DEVICES = 4
+"""Workers of the pool."""
 
 
 def moved(plan: Plan, cut: int, by: int) -> Plan:

@@ -9,15 +9,11 @@ import pytest
 
 import onebox
 from onebox.plan import Plan, Stage
-from tests.kit.pools import Pools
 from tests.kit.reference import assert_same
 from tests.kit.stages import expected, reference, run, segments, staged, tabled
 
-
-@pytest.fixture(scope="module")
-def pool(pools: Pools) -> onebox.Pool:
-    """One pool of four workers for all runs."""
-    return pools(4)
+DEVICES = 4
+"""Workers of the pool."""
 
 
 @pytest.mark.feature("Pipelines: Run named schedules and tables")

@@ -62,12 +62,6 @@ def cast(value: Any, dtype: torch.dtype) -> Any:
     return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
-@pytest.fixture(scope="module")
-def pool(pools: Pools) -> onebox.Pool:
-    """Two devices."""
-    return pools(2)
-
-
 def batches(case: Case, sizes: Sequence[int] = SIZES) -> list[tuple[Any, Any]]:
     return [tree_map(functools.partial(single), batch) for batch in case.batches(list(sizes))]
 

@@ -16,17 +16,14 @@ import onebox
 from onebox.errors import UsageError
 from onebox.plan import Plan, Stage
 from tests.kit.models import CASES, adamw, sgd
-from tests.kit.pools import Pools
 from tests.kit.reference import Outcome, assert_same
 from tests.kit.stages import SEED, outcome, reference, run, segments, staged
 
 SIZES = [8, 5, 12, 8, 2, 8]
 
 
-@pytest.fixture(scope="module")
-def pool(pools: Pools) -> onebox.Pool:
-    """One pool of four workers for all tests."""
-    return pools(4)
+DEVICES = 4
+"""Workers of the pool."""
 
 
 def same(pool: onebox.Pool, name: str, plan: Plan, sizes: list[int], **options: Any) -> Outcome:

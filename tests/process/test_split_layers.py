@@ -13,7 +13,6 @@ import onebox
 from onebox.errors import UsageError
 from onebox.plan import ActivationPolicy, Plan, Stage
 from tests.kit.models import CASES, OPTIMIZERS
-from tests.kit.pools import Pools
 from tests.kit.reference import assert_same
 from tests.kit.stages import reference, run, segments
 
@@ -21,9 +20,8 @@ SIZES = (6, 6, 5, 6)
 """Samples of the steps; the third has a micro-batch that is smaller than the others."""
 
 
-@pytest.fixture(scope="module")
-def pool(pools: Pools) -> onebox.Pool:
-    return pools(4)
+DEVICES = 4
+"""Workers of the pool."""
 
 
 def split(name: str, layout: str) -> Plan:

@@ -24,7 +24,6 @@ from onebox.plan import ASYNC, ActivationPolicy, Plan, Stage
 from onebox.report.tables.memory import compare_memory
 from tests.kit.late import train_late
 from tests.kit.models import CASES, OPTIMIZERS
-from tests.kit.pools import Pools
 from tests.kit.reference import Outcome, assert_same, drawing
 from tests.kit.stages import SEED, staged, tensors_of
 from tests.kit.trainer_arguments import grouped
@@ -33,9 +32,8 @@ SIZES = (6, 6, 6, 5, 6, 6, 6)
 """Samples of each batch; the odd one is of another shape, and of fewer micro-batches."""
 
 
-@pytest.fixture(scope="module")
-def pool(pools: Pools) -> onebox.Pool:
-    return pools(4)
+DEVICES = 4
+"""Workers of the pool."""
 
 
 def late(name: str, plan: Plan, optimizer: str, sizes: Sequence[int] = SIZES, **options: Any) -> Outcome:

@@ -11,15 +11,13 @@ import torch
 import onebox
 from onebox.vgpu import attach
 from onebox.vgpu.cuda_alias import alias_cuda
-from tests.kit.pools import Pools
 
 
 @pytest.fixture(scope="module")
-def pool(request: pytest.FixtureRequest, pools: Pools) -> Iterator[onebox.Pool]:
-    """A pool whose devices are ``vgpu:0 …``; for tests that leave it whole."""
-    opened = pools(getattr(request.module, "DEVICES", 2))
-    box = attach(opened)
-    yield opened
+def pool(pool: onebox.Pool) -> Iterator[onebox.Pool]:
+    """The shared pool, whose devices are ``vgpu:0 …``; for tests that leave it whole."""
+    box = attach(pool)
+    yield pool
     gc.collect()
     for stream in box.queues:
         stream.flush()
