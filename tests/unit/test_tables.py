@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Literal, get_type_hints
 
 import pytest
@@ -15,6 +16,13 @@ from onebox.cli.parser import OPTIONS
 def test_generated_equals_committed() -> None:
     stale = [page.name for page, made in tables.pages().items() if made != page.read_text(encoding="utf-8")]
     assert stale == [], "make tables writes them anew"
+
+
+def test_the_metrics_that_pages_name_are_in_the_table() -> None:
+    texts = [page.read_text(encoding="utf-8") for page in tables.DOCS.rglob("*.md")]
+    assert {name for text in texts for name in re.findall(r"`onebox_agent_\w+`", text)} <= set(
+        re.findall(r"`\w+`", tables.agent_metrics())
+    )
 
 
 def test_a_table_takes_its_place() -> None:
