@@ -11,7 +11,7 @@ PROFILE ?= long
 LONG = -m "(long or hypothesis) and not soak" --hypothesis-profile $(PROFILE)
 TOGETHER = -q --numprocesses auto --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test test-all check net browser gpu lint docs figures package compose-check bench soak clean
+.PHONY: demo test test-all check net browser gpu lint docs tables figures package compose-check bench soak clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
@@ -65,6 +65,10 @@ soak: $(VENV)/.stamp-test
 	$(BIN)/python benchmarks/soak.py
 	$(BIN)/python benchmarks/aliasing.py --programs 20000
 	$(BIN)/pytest $(TOGETHER) -m soak
+
+# The tables in docs, from the code: fields, errors, metrics, options.
+tables: $(VENV)/.stamp-test
+	$(BIN)/python -m docs.tables
 
 # The pictures of README and docs, from recorded values.
 figures: $(VENV)/.stamp-test

@@ -1,4 +1,4 @@
-"""Write the page of the command line from the parsers themselves: ``python docs/command_line.py``."""
+"""The page of the command line, from the parsers themselves."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _WIDE = {"COLUMNS": "5000"}
 _BEGIN = """\
 # Command line
 
-<!-- made by docs/command_line.py from the commands' own help -->
+<!-- made by docs/tables.py from the commands' own help -->
 
 ```text
 {overview}
@@ -47,12 +47,12 @@ of a resumed run, and over [environment variables](environment.md).
 def page() -> str:
     """Return the page."""
     parts = [_BEGIN.format(overview=_printed(["--help"]))]
-    parts += [_section(command) for command in OPTIONS]
+    parts += [section(command) for command in OPTIONS]
     parts.append(f"## onebox torchrun\n\n```text\n{_printed(['torchrun', '--help'])}\n```\n")
     return "\n".join(parts)
 
 
-def _section(command: str) -> str:
+def section(command: str) -> str:
     """Return the section of a command: its description and a table of its options."""
     usual, every = (_help(command, full=full) for full in (False, True))
     description = usual.partition("\n\n")[2].partition("\n\n╭")[0]
@@ -117,7 +117,3 @@ def _escaped(text: str) -> str:
     """Return text in which Markdown finds no markup but links to pages that it names."""
     plain = re.sub(r"([*_<>|\[\]`])", r"\\\1", text)
     return re.sub(r"docs/([\w/-]+)\.md", r"[\1](../\1.md)", plain)
-
-
-if __name__ == "__main__":
-    PAGE.write_text(page(), encoding="utf-8")

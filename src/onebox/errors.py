@@ -73,8 +73,8 @@ class CaptureError(OneboxError):
 
     Args:
         message: What came, and what to do.
-        where: The line of the user's model, as ``file:line``, where it is known.
-        unfit: Whether the batch is to blame, which plain PyTorch refuses as well.
+        where: Line of the user's model, as ``file:line``, where it is known.
+        unfit: Whether plain PyTorch refuses the batch, too.
     """
 
     def __init__(self, message: str, *, where: str | None = None, unfit: bool = False) -> None:
@@ -124,7 +124,7 @@ class InternalError(OneboxError):
 
     Args:
         message: The call that failed, the model, the cause, and what to do until it is mended.
-        where: The line of the user's code that made the call, as ``file:line``, where it is known.
+        where: Line of the user's code that made the call, as ``file:line``, where it is known.
     """
 
     def __init__(self, message: str, *, where: str | None = None) -> None:
@@ -160,13 +160,13 @@ class OperatorError(WorkerError, RuntimeError):
         message: The whole story, for a person.
         operator: Name of the operator or instruction, such as ``aten.mm.default``.
         shapes: Types and shapes of its tensor arguments, for a person.
-        said: What the exception on the worker said.
+        said: Message of the original exception on the worker.
         cause: Its type, such as ``IndexError``.
-        instruction: The routine that it happened in, and which of its instructions it was; ``None`` outside of one.
-        index: Which operator of the program of that instruction it was; -1 if it is not known.
+        instruction: Numbers of the routine and of its instruction in which it failed; ``None`` outside of a routine.
+        index: Number of the operator in the program of that instruction; -1 if it is not known.
         kept: Whether it cost a training step, or the batch of one, and nothing else: weights, the optimizer's state
             and buffers are those before the step.
-        steps: The numbers of the steps that it cost, as ``StepLoss.step``: late gradients may cost two.
+        steps: Numbers of the steps that it cost, as ``StepLoss.step``: late gradients may cost two.
         **where: ``worker``, ``host`` and ``device`` of :class:`WorkerError`.
     """
 
@@ -196,7 +196,7 @@ class OperatorError(WorkerError, RuntimeError):
         self.stage: int | None = None
         """The stage of the plan that the operator belongs to, where it is known."""
         self.doing = ""
-        """What of a training step it was, such as ``stage 1 forward 0``, where it is known."""
+        """Part of the training step, such as ``stage 1 forward 0``, where it is known."""
         self.layer = ""
         """The path of the innermost module of the model that calls the operator, or whose gradient it is, where it is
         known."""
@@ -231,9 +231,9 @@ class DeviceMemoryError(OperatorError):
 
     Args:
         message: The whole story, for a person.
-        asked_bytes: What the operator asked for; 0 where it is not known.
-        used_bytes: What was in use beside it; likewise.
-        allowed_bytes: The quota, or what the device has; likewise.
+        asked_bytes: Bytes that the operator asked for; 0 where they are not known.
+        used_bytes: Bytes in use beside them; 0 where they are not known.
+        allowed_bytes: The quota, or the device's memory; 0 where it is not known.
         **about: What else :class:`OperatorError` takes.
     """
 

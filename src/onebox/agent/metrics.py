@@ -31,7 +31,7 @@ _COUNTERS = {
     "leased": ("onebox_agent_leases_granted", "Leases granted."),
     "expired": (
         "onebox_agent_leases_expired",
-        "Leases that ended because the client was gone for longer than its grace.",
+        "Leases that ended because the client was gone for longer than its grace time.",
     ),
     "lease-refused": ("onebox_agent_leases_refused", "Requests for leases that were refused."),
     "handshake-refused": ("onebox_agent_handshakes_refused", "Connections of unknown keys."),
@@ -74,16 +74,16 @@ class AgentMetrics:
         yield from _of_devices(stock.offers)
         yield gauge("onebox_agent_queue_length", "Requests that wait for devices.", len(stock.queue))
         yield gauge("onebox_agent_leases", "Leases that are held.", _leases(stock.offers))
-        yield gauge("onebox_agent_load", "Load average of a minute by the number of cores.", stock.load)
-        yield gauge("onebox_agent_uptime_seconds", "Since when the agent runs.", stock.uptime_s)
+        yield gauge("onebox_agent_load", "Load average of a minute, divided by the number of cores.", stock.load)
+        yield gauge("onebox_agent_uptime_seconds", "Seconds since the agent started.", stock.uptime_s)
         counts = self._counts()
         for event, (name, text) in _COUNTERS.items():
             yield counter(name, text, counts.get(event, 0))
-        events = counter("onebox_agent_events", "Lines of the journal, by event.", labels=["event"])
+        events = counter("onebox_agent_events", "Lines of the journal, with the label event.", labels=["event"])
         for event, count in sorted(counts.items()):
             events.add_metric([event], count)
         yield events
-        yield counter("onebox_agent_journal_lost", "Lines of the journal that the disk did not take.", self._lost())
+        yield counter("onebox_agent_journal_lost", "Lines of the journal that could not be written.", self._lost())
 
 
 class MetricsServer:
@@ -215,7 +215,7 @@ def _of_devices(offers: tuple[Offer, ...]) -> Iterator[Metric]:
     leases = gauge("onebox_agent_device_leases", "Leases that have a part of the device.", labels=labels)
     memory = gauge("onebox_agent_device_memory_bytes", "Memory that is offered.", labels=labels)
     free = gauge("onebox_agent_device_free_bytes", "Memory that is not leased.", labels=labels)
-    load = gauge("onebox_agent_device_load", "Share of the time that the device was busy.", labels=labels)
+    load = gauge("onebox_agent_device_load", "Share of the time in which the device was busy, if known.", labels=labels)
     for offer in offers:
         names = [offer.device, offer.name]
         offered.add_metric(names, 1)

@@ -45,10 +45,10 @@ class EpochResult:
     """The results of an epoch; a line of the metrics file.
 
     Args:
-        step: Steps of the whole run at its end.
-        epoch: Its number, from 1.
-        train_loss: Mean over its samples, each with the weights of its step.
-        test_loss: Mean over the test set.
+        step: Steps of the whole run at the end of the epoch.
+        epoch: Number of the epoch, from 1.
+        train_loss: Mean loss of its samples, each with the weights of its step.
+        test_loss: Mean loss of the test set.
         test_accuracy: Accuracy on the test set, 0 to 1; ``None`` for a model whose outputs are not logits.
         samples_per_s: Training samples per second of wall time, without capture and planning; known once it is saved.
     """

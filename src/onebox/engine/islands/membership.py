@@ -15,12 +15,12 @@ class IslandChange:
     was void and done again.
 
     Args:
-        at_s: Time, in seconds since the epoch.
+        at_s: Time, in seconds since 1970.
         kind: ``left``, ``joined``, ``late``, ``punctual`` or ``redone``.
         island: Number of the island; ``None`` for an outer step.
         step: Number of steps whose batches were divided before.
         outer_steps: Number of outer steps, of any fragment, that were applied before.
-        fragment: The part of the model whose outer step was done again; else ``None``.
+        fragment: Part of the model whose outer step was done again; else ``None``.
         samples: Weight of the samples since the island's last outer steps that are lost or, of a punctual one, count
             in the next; the largest of any fragment.
         cause: One-line description of the loss; empty for an island that joined.

@@ -234,11 +234,11 @@ class RecoveryRecord:
     """Record of one recovery.
 
     Args:
-        at_s: Time at which the loss was detected, in seconds since the epoch.
+        at_s: Time at which the loss was detected, in seconds since 1970.
         failure: One-line description of the failure.
         lost: Numbers of the lost workers in the pool.
         replaced: Lost workers that were restarted.
-        gone: Lost workers that could not be.
+        gone: Lost workers that could not be restarted.
         plan: Description of the new plan, if one was needed.
         step: Number of steps that the run had begun.
         snapshot_step: Number of steps in the snapshot.

@@ -30,7 +30,7 @@ class StageCounters:
         busy_s: Time of its work.
         waiting_s: Time of waiting for input.
         blocked_s: Time in which input was available, but there was no room for its output.
-        bytes: Bytes of tensors, arrays and bytes in its results.
+        bytes: Bytes of the tensors, arrays and byte strings in its results.
         cpu_s: Processor time of its work, without that of threads that the work itself starts.
     """
 

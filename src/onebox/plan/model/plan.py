@@ -54,8 +54,8 @@ class Prediction(PlanPart, frozen=True):
     Args:
         batch: Samples of the batch.
         step_s: Seconds of a step, the median.
-        bubble: Idle part of the devices' time, from 0 to 1.
-        peak_bytes: Memory of each device of the plan, in the order of its devices.
+        bubble: Idle share of the devices' time, from 0 to 1.
+        peak_bytes: Peak memory of each device of the plan, in the order of its devices.
         stages_s: For each stage, seconds of forward, input gradient and weight gradient of one micro-batch, on the
             slowest of its replicas.
         replicas_s: The same for each stage and each of its replicas; empty where all are alike.
@@ -74,21 +74,24 @@ class Prediction(PlanPart, frozen=True):
 class Plan(PlanPart, frozen=True):
     """Stages, replicas, micro-batches and schedule.
 
+    The rows of a table are those of :class:`~onebox.plan.Schedule`.
+
     Args:
-        stages: In an order in which values of forward go from earlier to later stages.
-        micro_batch: Samples of a micro-batch; ``None`` makes each replica's share of the batch one micro-batch, which
-            only a plan of one stage may do.
-        schedule: Name of an exact schedule, ``table``, or ``async-1f1b``, which needs a trainer with stale gradients.
-        table: With ``table``, the rows of :class:`~onebox.plan.Schedule`.
-        sync: Place where gradients are averaged: ``workers``, or the ``client``, which only a plan of one stage may
-            use.
+        stages: Parts of the model, at least one; values of forward go from earlier to later stages.
+        micro_batch: Samples of a micro-batch, at least 1; ``None``, for a plan of one stage only, makes each replica's
+            share of the batch one micro-batch.
+        schedule: Order of the actions, by name; ``async-1f1b`` needs a run with gradients one step late
+            (``--staleness 1``).
+        table: With schedule ``table``, one row for each device, such as ``0: 0F0 0F1 0B0 0B1``.
+        sync: Place where gradients are averaged; ``client`` for a plan of one stage only.
         update: Place of the optimizer's state and step.
-        optimizer: Whether all replicas have the whole optimizer's state, or shard it.
-        in_flight: With ``async-1f1b``, the micro-batches in flight of each replica of each stage, where they differ
-            from the schedule's rule; 0 stands for the rule.
-        memory_bytes: For each device, in the order of :attr:`devices`, its memory limit, 0 for all that the device has;
-            empty without limits. A trainer refuses a step that needs more.
-        predicted: The planner's prediction.
+        optimizer: Whether each replica has the whole optimizer's state, or a part of it; ``sharded`` needs ``sync``
+            ``workers``.
+        in_flight: With ``async-1f1b``, for each stage the micro-batches in flight of each of its replicas; 0 stands
+            for the schedule's rule, and empty for that of all.
+        memory_bytes: Memory limit of each device, in the order in which devices first occur in ``stages``; 0 for all
+            that the device has, empty without limits. A trainer refuses a step that needs more.
+        predicted: The planner's prediction, which has no effect on a run.
         format: Version of the file.
     """
 

@@ -40,18 +40,20 @@ class Stage(PlanPart, frozen=True):
     Args:
         segments: Names of its segments; empty in a plan of one stage, which is the whole model.
         replicas: For each replica its devices, by their numbers in the pool; several split its layers.
-        shares: Each replica's share of the batch, with a positive sum.
-        policy: Its activation policy. Policies other than ``keep`` are for plans of several stages, which may be on one
-            device: the backward of a single stage follows its forward at once, so that it would gain nothing.
+        shares: Each replica's share of the batch; only their ratios count, and their sum is positive.
+        policy: Its activation policy, which says what happens to activations until backward. Policies other than
+            ``keep`` are for plans of several stages, which may be on one device: the backward of a single stage follows
+            its forward at once, so that it would gain nothing.
         channels_last: Whether its convolutions use channels-last memory format, which sums in another order and is
             usually faster on CPUs.
         precision: ``bf16`` for matrix products and convolutions in bfloat16, forward and backward, and everything else
             in float32; ``None`` for the precision of the run.
-        gradients: Lossy codec of the gradients that its replicas exchange, with error feedback; a trainer takes one
-            other than ``none`` only if its user allows it, because it changes the result. A parameter that several
+        gradients: Lossy codec of the gradients that its replicas exchange, with error feedback; one other than ``none``
+            has to be allowed, as by ``--lossy gradients``, because it changes the result. A parameter that several
             stages share is exchanged with the codec of all of them, or exactly where they differ.
         activations: Lossy codec of the values that it sends to stages on other devices in training: its activations
-            forward, and the gradients of its inputs backward; likewise only if allowed.
+            forward, and the gradients of its inputs backward; one other than ``none`` has to be allowed, as by
+            ``--lossy activations``.
     """
 
     replicas: tuple[tuple[int, ...], ...]
