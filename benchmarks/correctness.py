@@ -21,8 +21,8 @@ from common import commit, finish, machine, show
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tests.process.plain.case import CASES, WAYS, Case, Outcome, run_case
 from tests.kit.pools import Pools
+from tests.process.plain.case import CASES, WAYS, Case, Outcome, run_case
 
 THEMES = (
     "autograd",
