@@ -24,7 +24,7 @@ GLOO_ENDS = "terminate called without an active exception"
 devices have no such threads and must not."""
 
 
-TORCHRUN = ("torchrun", "--nproc-per-node")
+TORCHRUN = ("torchrun", "--standalone", "--nproc-per-node")
 ACCELERATE = (
     *(
         "accelerate",

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "adaptive.py"
 TIMEOUT_S = 500
 
@@ -17,6 +19,7 @@ def quick() -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S / 2, check=False)
 
 
+@pytest.mark.soak
 def test_a_short_case_runs_on_all_sides() -> None:
     ran = quick()
     if "the peer ended with status" in ran.stderr:  # torch's own ranks end where one of their connections does

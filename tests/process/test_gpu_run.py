@@ -184,6 +184,7 @@ REHEARSED = ["open", "clocks", "bad label", "numerics", "one GPU twice", "two: s
 """Some of each kind; ``python -m tests.gpu_run --device cpu`` rehearses all, for a quarter of an hour."""
 
 
+@pytest.mark.soak
 @pytest.mark.feature("GPUs: Check a machine and get a report")
 def test_checks_pass_on_cpu_workers_beside_one_that_fails_and_one_that_hangs(tmp_path: Path) -> None:
     (tmp_path / "test_failing.py").write_text(_FAILING)
@@ -199,6 +200,7 @@ def test_checks_pass_on_cpu_workers_beside_one_that_fails_and_one_that_hangs(tmp
     assert all(found.counts["passed"] for found in report.results if found.counts)
 
 
+@pytest.mark.soak
 def test_steps_are_timed_on_a_cpu_worker(tmp_path: Path) -> None:
     report = GpuRun(device="cpu", folder=tmp_path, limit_s=590).all(rehearsed("steps"))
     (found,) = report.results

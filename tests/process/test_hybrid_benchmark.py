@@ -13,6 +13,7 @@ SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "hybrid.py"
 TIMEOUT_S = 500
 
 
+@pytest.mark.soak
 @pytest.mark.feature("CPU workers: Place a stage on the CPU beside a device")
 def test_small_models_train_with_less_memory() -> None:
     few = ["--rounds", "1", "--models", "resnet50", "--budgets", "1/4"]

@@ -13,8 +13,14 @@ from tests.launchers.cases import CASES, Case, difference, run
 
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "launchers.py"
 
-QUICK = "torchrun DistributedDataParallel 2"
-"""The one of the short tier."""
+TIERS = {
+    "torchrun DistributedDataParallel 2": pytest.mark.short,
+    "accelerate launch 2": pytest.mark.long,
+    "lightning ddp 2": pytest.mark.long,
+    "transformers LoRA, DistributedDataParallel 2": pytest.mark.long,
+    "trl SFTTrainer 2": pytest.mark.long,
+}
+"""Those of the short and the long tier; make soak has all others."""
 
 
 @pytest.mark.feature("Launchers: Run a script of Lightning unchanged")
@@ -23,7 +29,7 @@ QUICK = "torchrun DistributedDataParallel 2"
 @pytest.mark.feature("Launchers: Run a script of transformers unchanged")
 @pytest.mark.feature("Launchers: Run a script of trl, PEFT or diffusers unchanged")
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, id=case.title, marks=[pytest.mark.short] * (case.title == QUICK)) for case in CASES]
+    "case", [pytest.param(case, id=case.title, marks=TIERS.get(case.title, pytest.mark.soak)) for case in CASES]
 )
 def test_a_script_has_the_losses_of_the_cpu(case: Case) -> None:
     ours, plain = run(case, virtual=True), run(case, virtual=False)
@@ -39,6 +45,7 @@ def test_the_doubled_loss_of_a_classifier_is_that_of_transformers_on_the_cpu() -
     assert doubled.losses[0] == pytest.approx(2 * once.losses[0], rel=1e-5)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("name", ["even", "uneven"])
 def test_planned_steps_are_compared_with_those_of_data_parallel(name: str) -> None:
     line = [

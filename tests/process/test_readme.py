@@ -13,6 +13,8 @@ import pytest
 
 from tests.kit import warm
 
+pytestmark = pytest.mark.long  # all of them, however many
+
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
 TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.md"))

@@ -70,6 +70,7 @@ def test_files_are_locked_and_synced_in_the_ways_of_another_system(tmp_path: Pat
     assert (done.returncode, done.stdout) == (0, f"{printed}\n"), done.stderr
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("platform", ["win32", "darwin"])
 def test_unit_tests_of_a_public_host_pass(platform: str) -> None:
     workflow = (ROOT / ".github" / "workflows" / "clients.yml").read_text(encoding="utf-8")

@@ -140,12 +140,11 @@ def test_processes_of_the_script(tmp_path: Path, how: str) -> None:
 
 
 DISTRIBUTED = """
-import os, torch, torch.distributed as dist, torch.multiprocessing as mp
+import os, socket, torch, torch.distributed as dist, torch.multiprocessing as mp
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 def main(rank, size):
-    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "localhost", "29500"
     dist.init_process_group("nccl", rank=rank, world_size=size)
     torch.cuda.set_device(rank)
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1)).cuda()
@@ -168,6 +167,8 @@ def main(rank, size):
         print(dist.get_backend(), next(model.parameters()).device, f"{mean.item():.5f}")
     dist.destroy_process_group()
 if __name__ == "__main__":
+    with socket.create_server(("localhost", 0)) as free:
+        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "localhost", str(free.getsockname()[1])
     mp.spawn(main, args=(torch.cuda.device_count(),), nprocs=torch.cuda.device_count())
 """
 

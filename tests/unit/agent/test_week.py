@@ -66,6 +66,7 @@ def journal(tmp_path: Path) -> Iterator[Journal]:
         yield made
 
 
+@pytest.mark.soak
 def test_a_week_leaves_no_more_than_two_days(journal: Journal, tmp_path: Path) -> None:
     days = Days(journal)
     tracemalloc.start()

@@ -9,7 +9,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
 from queue import SimpleQueue
@@ -46,9 +46,12 @@ _CHILDREN = 256
 
 _JOIN_S = 5.0
 
-_OTHERS_S = 1.0
-"""Most seconds for which the groups of a process that has ended are kept, while others read what it sent. One that
-waits for something else from it is interrupted then."""
+_OTHERS_S = 10.0
+"""Most seconds for which the groups of a process that has ended are kept, while others of them go on: they may read
+late what it sent. One that waits for something else from it is interrupted then."""
+
+_LOOK_S = 0.05
+"""Interval of looking whether others go on."""
 
 _SLICE_S = 0.2
 """Ctrl-C ends a wait for children within this time."""
@@ -205,6 +208,11 @@ class PoolServer:
                 del self._claims[worker]
             return found
 
+    def is_claimed(self, workers: Collection[int]) -> bool:
+        """Return whether a child has claimed one of some devices, while this server is open."""
+        with self._lock:
+            return not self._closed and not self._claims.keys().isdisjoint(workers)
+
     def forget(self, child: int) -> None:
         """Remove a child of which nothing is left."""
         with self._lock:
@@ -355,7 +363,11 @@ class _Child:
                 if orderly:
                     wait([self._pool.post(worker, [], answer=True)])
                     others = {member for members in groups.values() for member in members} - {worker}
-                    wait([self._pool.post(other, [], answer=True) for other in sorted(others)], _OTHERS_S)
+                    end_s = time.monotonic() + _OTHERS_S
+                    while self._server.is_claimed(others) and time.monotonic() < end_s:
+                        time.sleep(_LOOK_S)
+                    rest_s = max(0.0, end_s - time.monotonic())
+                    wait([self._pool.post(other, [], answer=True) for other in sorted(others)], rest_s)
                 self._pool.end_groups(groups)
         for worker in self._used:
             with contextlib.suppress(OneboxError):
