@@ -401,6 +401,33 @@ def test_each_process_has_numbers_of_its_own(server: PoolServer) -> None:
             got(third, 0, theirs)
 
 
+def test_what_a_process_has_sent_can_be_read_after_its_end_by_others_that_go_on(
+    server: PoolServer, pools: Pools
+) -> None:
+    pool = pools(2)
+    with attached(server) as first, attached(server) as second, attached(server) as third:
+        first.claim(0)
+        second.claim(1)
+        group = first.form_group((0, 1), "workers")
+        assert pool.is_whole(group)
+        first.close()
+
+        def released() -> bool:
+            try:
+                third.claim(0)
+            except UsageError:
+                return False
+            return True
+
+        until(released)
+        for _ in range(20):
+            assert got(second, 1, put(second, 1))
+        assert pool.is_whole(group)
+        assert got(third, 0, put(third, 0))
+        second.release(1)
+        until(lambda: not pool.is_whole(group))
+
+
 def test_a_device_is_one_process_s_alone_while_it_has_claimed_it(server: PoolServer) -> None:
     with attached(server) as first, attached(server) as second:
         number = put(first, 0)

@@ -355,24 +355,32 @@ class _Child:
             orderly: Whether it has ended by itself; then what it has sent is executed before, and the others of its
                 groups have a moment to read what it sent to them.
         """
-        first = self._number * SPAN
-        free = FreeRange(first, first + SPAN)
+        groups: dict[int, dict[int, tuple[int, ...]]] = {}
         for worker in self._server.release_all(self._number):
             with contextlib.suppress(OneboxError):
-                groups = self._pool.groups_of(worker)  # those of a process that takes its place are others
+                groups[worker] = self._pool.groups_of(worker)  # those of a process that takes its place are others
                 if orderly:
                     wait([self._pool.post(worker, [], answer=True)])
-                    others = {member for members in groups.values() for member in members} - {worker}
-                    end_s = time.monotonic() + _OTHERS_S
-                    while self._server.is_claimed(others) and time.monotonic() < end_s:
-                        time.sleep(_LOOK_S)
-                    rest_s = max(0.0, end_s - time.monotonic())
-                    wait([self._pool.post(other, [], answer=True) for other in sorted(others)], rest_s)
-                self._pool.end_groups(groups)
+        others = {member for own in groups.values() for members in own.values() for member in members} - groups.keys()
+        if orderly and others:
+            self._outgoing.put(None)  # the child may end: it has nothing to wait for
+            self._wait_for(others)
+        for own in groups.values():
+            with contextlib.suppress(OneboxError):
+                self._pool.end_groups(own)
+        first = self._number * SPAN
         for worker in self._used:
             with contextlib.suppress(OneboxError):
-                self._pool.post(worker, [free])
+                self._pool.post(worker, [FreeRange(first, first + SPAN)])
         self._server.forget(self._number)
+
+    def _wait_for(self, workers: Collection[int]) -> None:
+        """Wait a while until the other members of groups have ended, too, and all that they have sent is executed."""
+        end_s = time.monotonic() + _OTHERS_S
+        while self._server.is_claimed(workers) and time.monotonic() < end_s:
+            time.sleep(_LOOK_S)
+        with contextlib.suppress(OneboxError):
+            wait([self._pool.post(each, [], answer=True) for each in workers], max(0.0, end_s - time.monotonic()))
 
     # ---- the writer
 
