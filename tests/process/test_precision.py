@@ -150,6 +150,7 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(pool: onebox
     assert furthest(Outcome(losses=[], norms=[], tensors=found), expected) == 0
 
 
+@pytest.mark.short
 def test_a_tied_weight_that_is_rounded_in_one_stage_is_not_split_in_another(pools: Pools) -> None:
     plain = staged("tied", (0, 1))
     halves = replace(plain, stages=(plain.stages[0], replace(plain.stages[1], replicas=((1, 2),))))

@@ -430,6 +430,7 @@ def test_evaluating_and_saving_go_on_and_each_loss_is_one_logged_line(
         assert resumed.evaluate(batches()[:4]) == found
 
 
+@pytest.mark.short
 @pytest.mark.parametrize("options", [{"overlap": True}, {"staleness": 1, "warm_up": 0, "delay": "none"}], ids=str)
 def test_a_loss_that_comes_up_when_the_state_is_read_leaves_no_update_out(
     options: dict[str, Any], pool: onebox.Pool

@@ -68,6 +68,7 @@ def test_a_wait_over_open_connections_has_no_bound_of_its_own(monkeypatch: pytes
     assert not while_moving(ended.end, ended.state, even_if_open=True)
 
 
+@pytest.mark.short
 def test_the_wait_for_a_tensor_ends_when_its_sender_is_killed_in_the_middle() -> None:
     store = dist.TCPStore(HERE, 0, 2, True, wait_for_workers=False, timeout=timedelta(seconds=60))
     sockets, port = GroupSockets(), str(store.port)
