@@ -244,7 +244,9 @@ WRITES = (
     "{0}.masked_fill_({0} > 0, -0.5)", "{0}.index_fill_(0, {i}, 0.5)", "{0}.index_add_(0, {i}, {0}[{i}])",
     "{0}.index_copy_(0, {i}, {0}[{i}])", "{0}.index_put_(({i},), {0}[{i}], accumulate=True)", "{0} += {1}",
     "{0} *= 0.5", "{0}.relu_()", "{0}.unsqueeze_(0)", "{0}.squeeze_(0)", "{0}.t_()", "{0}.neg_()",
-    "{0}.masked_scatter_({0} > 0, {1})", "Scaled.apply({0})", "{0}.sigmoid_()", "{0}.resize_(2)", "{0}.abs_()",
+    "{0}.masked_scatter_({0} > 0, {1})", "Scaled.apply({0})", "{0}.sigmoid_()",
+    "{0}.resize_(min(2, {0}.numel()))",  # what it would add has no value
+    "{0}.abs_()",
     "{0}.set_({1})", "{0}.data = {1}.data", "{0}.data.mul_(0.5)", "{0}.detach().mul_(0.5)", "{0}.transpose_(0, -1)",
     "{0}.cumsum_(0)", "{0}.as_strided_((2,), (1,))", "{0}.swapaxes_(0, -1)",
 )  # fmt: skip

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 import onebox
 from onebox.errors import OperatorError, PoolError, WorkerDied, WorkerHung
+from onebox.vgpu import attach
+from tests.kit.pools import Pools
 from tests.process.faults.scripts import REPOSITORY, Script, gone
 from tests.process.faults.training import WITHIN_S, Stopwatch, fails
 
@@ -240,7 +242,8 @@ ready(pool)
         assert gone(script.workers, 0)
 
 
-def test_tensors_of_a_pool_that_is_closed() -> None:
+def test_tensors_of_a_pool_that_is_closed(pools: Pools) -> None:
+    attach(pools(2))  # whose devices are the current ones after the end of the other pool
     with onebox.open("cpu*2", threads=1) as pool:
         loop = Loop("vgpu:0")
         x = torch.ones(3, device="vgpu:0", requires_grad=True)
