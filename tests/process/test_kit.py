@@ -16,10 +16,10 @@ from tests.kit.waiting import until
 
 def test_a_pipeline_gives_the_result_of_one_process(pool: onebox.Pool) -> None:
     case, plan = CASES["cnn"], staged("cnn", [0, 1], micro_batch=3)
-    model, plain = case.model(), case.model()
-    with onebox.Trainer(model, case.loss, OPTIMIZERS["adamw"](model), pool=pool, plan=plan) as trainer:
+    model, plain, optimizer = case.model(), case.model(), OPTIMIZERS["adamw"]
+    with onebox.Trainer(model, case.loss, optimizer(model), pool=pool, plan=plan) as trainer:
         found = outcome(trainer, [trainer.step(*batch) for batch in case.batches([8, 5])])
-    assert_same(found, train(plain, case.loss, OPTIMIZERS["adamw"](plain), case.batches([8, 5]), plan))
+    assert_same(found, train(plain, case.loss, optimizer(plain), case.batches([8, 5]), plan))
 
 
 def test_results_that_differ_are_not_the_same() -> None:
