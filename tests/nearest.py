@@ -101,12 +101,18 @@ def chosen(far: Mapping[str, int], seconds: Mapping[str, float], budget_s: float
 
 
 def changed_files(since: str) -> list[str]:
-    """Return the files that differ from the commit at which this branch and another one parted."""
+    """Return the files that differ from the commit at which this branch and another one parted.
+
+    Raises:
+        ValueError: There is no such branch or commit.
+    """
 
     def git(*words: str) -> list[str]:
-        return subprocess.run(
-            ["git", *words], cwd=ROOT, check=True, capture_output=True, text=True, timeout=60
-        ).stdout.split("\n")
+        done = subprocess.run(["git", *words], cwd=ROOT, check=False, capture_output=True, text=True, timeout=60)
+        if done.returncode:
+            reason = next(iter(done.stderr.splitlines()), f"git ended with {done.returncode}")
+            raise ValueError(f"{since!r} is no commit or branch that this one is compared with: {reason}")
+        return done.stdout.split("\n")
 
     base = git("merge-base", since, "HEAD")[0]
     return sorted({*git("diff", "--name-only", base), *git("ls-files", "--others", "--exclude-standard")} - {""})
@@ -134,8 +140,16 @@ class Nearest:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print the test files, one on a line."""
-    print("\n".join(Nearest().files(changed_files(*arguments or ["HEAD"]))))
+    """Print the test files, one on a line; return the exit status."""
+    if len(arguments) > 1:
+        print(f"{len(arguments)} arguments came; allowed is one branch or commit, or none", file=sys.stderr)
+        return 2
+    try:
+        changed = changed_files(*arguments or ["HEAD"])
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    print("\n".join(Nearest().files(changed)))
     return 0
 
 

@@ -177,6 +177,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--random", type=int, metavar="COUNT", help="random changes of the code, and the nearest tests")
     parser.add_argument("--seed", type=int, default=0, help="of the random changes")
     given = parser.parse_args(arguments)
+    if given.random is not None and given.random < 1:
+        parser.error(f"--random {given.random}: allowed are 1 and more")
     faults: list[SeededFault | Mutant] = []
     faults += seeded_faults() if given.random is None else mutants(given.random, given.seed)
     faults = [each for each in faults if not given.only or any(name in each.name for name in given.only)]

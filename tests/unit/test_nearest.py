@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from tests.nearest import chosen, distances, imports
+import pytest
+
+from tests.nearest import changed_files, chosen, distances, imports, main
 
 SOURCES = {
     "pack": "from pack.inner import Thing\nfrom pack.other import Else",
@@ -31,3 +33,12 @@ def test_the_nearest_are_chosen_as_long_as_there_is_time() -> None:
     far = {"changed": 0, "near": 1, "slow": 1, "far": 2, "farther": 3}
     seconds = {"changed": 100.0, "near": 3.0, "slow": 8.0, "far": 2.0, "farther": 4.0}
     assert chosen(far, seconds, 9.0) == ["changed", "near", "far", "farther"]
+
+
+def test_a_branch_that_there_is_not_is_one_error(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ValueError, match="'no-such-branch' is no commit or branch"):
+        changed_files("no-such-branch")
+    assert main(["no-such-branch"]) == 2
+    printed = capsys.readouterr()
+    assert not printed.out and len(printed.err.splitlines()) == 1
+    assert main(["a", "b"]) == 2
