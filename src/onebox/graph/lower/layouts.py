@@ -44,7 +44,9 @@ UNTRACED = frozenset({
     _aten.mse_loss_backward.default, _aten.native_batch_norm_backward.default, _aten.native_dropout_backward.default,
     _aten.native_group_norm_backward.default, _aten.native_layer_norm_backward.default,
     _aten.nll_loss2d_forward.default, _aten.normal.Tensor_Tensor, _aten.pow.Scalar,
-    _aten.replication_pad2d_backward.default, _aten.rrelu_with_noise_backward.default,
+    _aten.reflection_pad3d.default, _aten.reflection_pad3d_backward.default,
+    _aten.replication_pad2d_backward.default, _aten.replication_pad3d.default,
+    _aten.replication_pad3d_backward.default, _aten.rrelu_with_noise_backward.default,
     _aten.rrelu_with_noise_functional.default, _aten.smooth_l1_loss_backward.default, _aten.softplus_backward.default,
     _aten.special_xlog1py.default, _aten.xlogy.Tensor,
 })  # fmt: skip
