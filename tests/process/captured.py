@@ -16,8 +16,7 @@ from torch import nn
 from onebox.engine.workload.batch import Batch
 from onebox.engine.workload.captures import Captures, CaptureSpec
 from onebox.graph import TracedModel
-from onebox.graph.capture.python_state import PythonStateGuard
-from onebox.graph.capture.python_variables import snapshot
+from onebox.graph.capture.guards import Guards, Watch
 from tests.kit.models import BUILT
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -39,9 +38,12 @@ def capture(captures: Captures, batch: Batch, size: int, *, train: bool, probe: 
 
 def of_model(traced: TracedModel, recipe: CaptureSpec) -> TracedModel:
     """Return a capture of one model as that of another that is alike: what was read of Python is that one's."""
-    watch = PythonStateGuard({"model": recipe.model})
-    made = copy.copy(traced)
-    made.reads = {source: snapshot(watch._getter(source)()) for source in traced.reads}
+    made, guards = copy.copy(traced), traced.watch.guards
+    if guards is not None:
+        of_it = {**guards._scope, "model": recipe.model}
+        guards = Guards(guards._manager, of_it, guards._globals, dict.fromkeys(guards.read), guards.key)
+    made.watch = Watch(guards, [recipe.model], [])
+    assert made.watch.changed is None
     return made
 
 

@@ -14,7 +14,7 @@ from onebox.errors import UsageError
 from onebox.graph import Precision
 from onebox.pool import Pool
 from onebox.pool.discovery import LOCAL_HOST
-from onebox.trainer_options import MatmulPrecision, Numerics, Outer, Recovery
+from onebox.trainer_options import MatmulPrecision, Numerics, Outer, Recovery, require_bool
 from onebox.wire.protocol.requests import SetNumerics
 
 _SHORT_STEP_S = 0.01
@@ -60,7 +60,7 @@ def _made(value: object) -> str:
     return f": make one, {value.__name__}(...)" if isinstance(value, type) else ""
 
 
-def check_numerics(seed: int, precision: str, clip_grad_norm: float | None) -> None:
+def check_numerics(seed: int, precision: str, clip_grad_norm: float | None, guards: bool) -> None:
     """Refuse invalid numerical options of a trainer.
 
     Raises:
@@ -69,6 +69,7 @@ def check_numerics(seed: int, precision: str, clip_grad_norm: float | None) -> N
     if not isinstance(seed, int) or not -(1 << 63) <= seed < 1 << 63:
         raise UsageError(f"seed={seed!r}: allowed are whole numbers of 64 bits")
     check_precision(precision)
+    require_bool("guards", guards)
     number = isinstance(clip_grad_norm, int | float) and not isinstance(clip_grad_norm, bool)
     if clip_grad_norm is not None and not (number and clip_grad_norm > 0):
         raise UsageError(f"clip_grad_norm={clip_grad_norm!r}: it must be positive; leave it out for no clipping")

@@ -31,24 +31,25 @@ _CLIP = clip_grad._clip_grads_with_norm_
 _READERS: weakref.WeakSet[Readers] = weakref.WeakSet()
 """Readers of all open trainers."""
 
+_FORWARD: weakref.WeakKeyDictionary[nn.Module, tuple[ReadingHook, RemovableHandle]] = weakref.WeakKeyDictionary()
+"""The hook before each module's forward, one for all trainers: a capture sees no change when another one is opened."""
+
 
 class ReadingHook:
     """A hook of a module or an optimizer. Copies and pickles of a module have one in its place that does nothing.
 
     Args:
-        readers: What it belongs to.
         reader: The call that it precedes, for the log.
+        readers: What it belongs to.
     """
 
-    onebox_reads = True
-    """See :data:`onebox.graph.capture.python_state.OWN_HOOK`."""
-
-    def __init__(self, readers: Readers, reader: str) -> None:
-        self._readers = weakref.ref(readers)
+    def __init__(self, reader: str, *readers: Readers) -> None:
+        self.readers = weakref.WeakSet(readers)
         self._reader = reader
 
     def __call__(self, *_: object) -> None:
-        self.read(self._reader)
+        if not torch.compiler.is_compiling():
+            self.read(self._reader)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
         self.read("copy.deepcopy()", memo)
@@ -60,8 +61,8 @@ class ReadingHook:
 
     def read(self, reader: str, copies: Mapping[int, Any] = MappingProxyType({})) -> None:
         """Bring the weights; see :meth:`Readers.read`."""
-        if (readers := self._readers()) is not None:
-            readers.read(reader, copies)
+        for each in list(self.readers):
+            each.read(reader, copies)
 
 
 class StepHook(ReadingHook):
@@ -97,18 +98,14 @@ class Readers:
         self._said = False
         self._process = os.getpid()
         self._modules = {each for each in modules if not isinstance(each, torch.jit.ScriptModule)}  # has no such hooks
-        state, forward = ReadingHook(self, "state_dict()"), ReadingHook(self, "a call of the model")
-        handles = [
-            handle
-            for module in self._modules
-            for handle in (
-                module.register_state_dict_pre_hook(state),
-                module.register_forward_pre_hook(forward, prepend=True),
-            )
-        ]
-        step = StepHook(self, "optimizer.step()")
+        state = ReadingHook("state_dict()", self)
+        handles = [module.register_state_dict_pre_hook(state) for module in self._modules]
+        step = StepHook("optimizer.step()", self)
         handles += [each.register_step_pre_hook(step) for each in optimizers]
-        self._removal = weakref.finalize(self, _remove, handles)  # of a trainer that nobody closes, too
+        for module in self._modules:
+            _forward_hook(module).readers.add(self)
+        # of a trainer that nobody closes, too
+        self._removal = weakref.finalize(self, _remove, handles, weakref.WeakSet(self._modules))
         _READERS.add(self)
         _watch_calls(_update_parameters, _clip)
 
@@ -144,14 +141,30 @@ class Readers:
     def close(self) -> None:
         """Remove all hooks."""
         _READERS.discard(self)
-        self._removal()
+        if self._removal.alive:
+            for module in self._modules:
+                _forward_hook(module).readers.discard(self)
+            self._removal()
         if not _READERS:
             _watch_calls(_AVERAGED, _CLIP)
 
 
-def _remove(handles: Sequence[RemovableHandle]) -> None:
+def _forward_hook(module: nn.Module) -> ReadingHook:
+    """Return the hook before a module's forward."""
+    if module not in _FORWARD:
+        hook = ReadingHook("a call of the model")
+        _FORWARD[module] = hook, module.register_forward_pre_hook(hook, prepend=True)
+    return _FORWARD[module][0]
+
+
+def _remove(handles: Sequence[RemovableHandle], modules: Iterable[nn.Module]) -> None:
     for handle in handles:
         handle.remove()
+    for module in modules:
+        hook, handle = _FORWARD[module]
+        if not list(hook.readers):  # its length may count one that is just going
+            del _FORWARD[module]
+            handle.remove()
 
 
 def _watch_calls(update_parameters: Callable[..., Any], clip: Callable[..., Any]) -> None:

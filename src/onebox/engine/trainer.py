@@ -167,6 +167,10 @@ class Trainer:
             workers need them, and take no memory in this process; others that it has are written into the model.
         step: Number of steps that model and optimizer have behind them, in a run that is not resumed from a checkpoint
             of a trainer: steps are numbered, and random numbers drawn, from there on.
+        guards: Whether what the model's and the loss's code reads of Python (attributes, globals, hooks, ...) is
+            compared before each step with what it was when it was captured; a change means another capture. Without,
+            the code runs once, and later changes of Python's state have no effect: for code that PyTorch's Dynamo does
+            not read.
 
     Raises:
         UsageError: An argument is invalid.
@@ -212,10 +216,11 @@ class Trainer:
         outer: Outer | None = None,
         weights: str | Path | Weights | None = None,
         step: int = 0,
+        guards: bool = True,
         _start: ResumePoint | None = None,
     ) -> None:
         check_objects(model, loss, pool, metrics, on_device)
-        check_numerics(seed, precision, clip_grad_norm)
+        check_numerics(seed, precision, clip_grad_norm, guards)
         step, failed = _first_step(step, _start), _start.failed if _start else 0
         check_reduction(loss_reduction)
         require_buckets(pad)
@@ -281,6 +286,7 @@ class Trainer:
             costs=engine.costs,
             reduction=loss_reduction,
             numerics=numerics,
+            guards="required" if guards else "none",
         )
         captures = Captures(spec)
         self._run: TrainerSession

@@ -167,7 +167,7 @@ class TracedModel:
             joint = fused(captured.joint)
         else:
             joint = captured.joint if captured.fresh else captured.joint.copied()
-        self.reads = captured.reads
+        self.watch, self.unread = captured.watch, captured.unread
         self.written = tuple(str(port.name) for _, port in joint.outputs if port.kind == "update")
         fold_numbers(joint.graph)
         joint = state_strides(joint)

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
@@ -18,9 +18,8 @@ from onebox.engine.workload.step_thread import StepThread
 from onebox.errors import CaptureError, UsageError
 from onebox.graph import TRACING, Captured, Loss, Metrics, Mode, Precision, TracedModel
 from onebox.graph.capture.export import capture
+from onebox.graph.capture.guards import Guards, Watch
 from onebox.graph.capture.on_device_transform import OnDevice
-from onebox.graph.capture.python_state import PythonStateGuard
-from onebox.graph.capture.python_variables import WatchedValue
 from onebox.graph.capture.symbolic_sizes import Varying
 from onebox.pool import DeviceInfo
 from onebox.trainer_options import Numerics, SegmentCosts
@@ -63,6 +62,8 @@ class CaptureSpec:
         costs: Costs of the model's segments on emulated devices; ``None`` for the plan's predictions.
         reduction: Reduction of the micro-batches' losses to the batch's loss.
         numerics: Precision and determinism of operators; open values are PyTorch's defaults.
+        guards: Whether changes of what the model reads of Python are noticed: ``required`` refuses a model of which
+            they cannot be, with ``none`` they are not.
     """
 
     model: nn.Module
@@ -76,6 +77,7 @@ class CaptureSpec:
     costs: SegmentCosts | None = None
     reduction: LossReduction = None
     numerics: Numerics = Numerics()
+    guards: Literal["required", "tried", "none"] = "tried"
 
 
 def target_type(devices: Iterable[DeviceInfo]) -> str:
@@ -98,8 +100,11 @@ class Captures:
         self._training: dict[Hashable, dict[int, TracedModel]] = {}
         owners = ("model", recipe.model), ("loss", recipe.loss)
         self._owners = {name: owner for name, owner in owners if isinstance(owner, nn.Module)}
-        self._states = [PythonStateGuard(self._owners)]
+        self._states: list[list[Watch]] = [[]]
+        """What the captures of each Python state read."""
         self._state = 0
+        self._read: dict[bool, set[Guards]] = {}
+        """What Dynamo has read, for training and for evaluation."""
         self._warned = False
         self._families: dict[Hashable, _Family] = {}
         self._numbers: dict[Hashable, set[tuple[str, ...]]] = {}
@@ -152,7 +157,7 @@ class Captures:
 
     def _add(self, batch: Batch, size: int, traced: TracedModel, *, train: bool) -> None:
         """Store a capture."""
-        self._states[batch.python_state].add(traced.reads)
+        self._watch(batch.python_state, traced.watch)
         weighted = train and isinstance(self.recipe.reduction, Weighted)
         made = traced.with_weight_in_batch(len(batch.leaves)) if weighted else traced
         self._traced[batch.signature(size), train, False, None] = made
@@ -188,13 +193,13 @@ class Captures:
         if batch.python_state or _traced_by(self.recipe) != _traced_by(other.recipe):
             return
         for size, traced in other._training.get(batch.signature(0), {}).items():
-            if size <= largest:
+            if size <= largest and (traced.unread is None or self.recipe.guards != "required"):
                 whole, halved = ((batch.signature(size), True, halves, None) for halves in (False, True))
                 self._traced.setdefault(whole, traced)
                 if halved in other._traced:
                     self._traced.setdefault(halved, other._traced[halved])
                 self._training.setdefault(batch.signature(0), {}).setdefault(size, traced)
-                self._states[0].add(traced.reads)
+                self._watch(0, traced.watch)
 
     def stamped(self, batch: Batch) -> Batch:
         """Return a batch marked with the present Python state, in which it is to be computed.
@@ -208,25 +213,33 @@ class Captures:
         Raises:
             UsageError: There are too many different states.
         """
-        changed = self._states[self._state].changed()
+        changed = self._changed(self._state)
         if changed:
-            known = (number for number, state in enumerate(self._states) if not state.changed())
+            known = (number for number in range(len(self._states)) if self._changed(number) is None)
             self._state = next(known, len(self._states))
             if self._state == len(self._states):
                 self._begin_state(changed)
         return batch if batch.python_state == self._state else replace(batch, python_state=self._state)
 
-    def _begin_state(self, changed: Sequence[tuple[WatchedValue, Any]]) -> None:
-        source, now = changed[0]
+    def _watch(self, state: int, watch: Watch) -> None:
+        """Add what a capture has read to a state's."""
+        watches = self._states[state]
+        if not any(each.covers(watch) for each in watches):
+            watches[:] = [each for each in watches if not watch.covers(each)] + [watch]
+
+    def _changed(self, state: int) -> str | None:
+        """Return what has changed since a state, as text; ``None`` if nothing has that its captures read."""
+        return next((text for watch in self._states[state] if (text := watch.changed)), None)
+
+    def _begin_state(self, changed: str) -> None:
         if len(self._states) >= _MOST_STATES:
             raise UsageError(
-                f"{source} has changed {len(self._states)} times, and the model was captured anew each time; now it is "
-                f"{now!r}\n  Give what changes from step to step as a tensor among the inputs or targets, or run the "
-                "code on a virtual device (vgpu)"
+                f"{changed} has changed {len(self._states)} times, and the model was captured anew each time\n"
+                "  Give what changes from step to step as a tensor among the inputs or targets, or run the code on a "
+                "virtual device (vgpu)"
             )
-        names = ", ".join(str(each) for each, _ in changed[:3])
-        _LOG.info("%s changed since the model was captured (%s is now %r): it is captured anew", names, source, now)
-        self._states.append(PythonStateGuard(self._owners))
+        _LOG.info("%s changed since the model was captured: it is captured anew", changed)
+        self._states.append([])
 
     def _sized(self, batch: Batch, size: int, *, train: bool) -> TracedModel | None:
         """Return the capture for a batch that differs from an earlier one in some sizes, such as sequence lengths.
@@ -350,7 +363,7 @@ class Captures:
         self, example: tuple[Any, Any], *, train: bool, probe: bool = False, varying: Varying | None = None
     ) -> Captured:
         recipe = self.recipe
-        return capture(
+        captured = capture(
             recipe.model,
             recipe.loss,
             example,
@@ -362,13 +375,20 @@ class Captures:
             on_device=recipe.on_device,
             fuse=recipe.fuse,
             varying=varying,
+            guards=recipe.guards != "none" and not probe,
+            known=list(self._read.get(train, ())),
         )
+        if recipe.guards == "required" and captured.unread is not None:
+            raise captured.unread
+        if captured.watch.guards is not None and not probe:
+            self._read.setdefault(train, set()).add(captured.watch.guards)
+        return captured
 
 
 def _traced_by(recipe: CaptureSpec) -> CaptureSpec:
     """Return a recipe reduced to what captures of training depend on, among it whether batches hold weights."""
     weighted = recipe.reduction if isinstance(recipe.reduction, Weighted) else None
-    return replace(recipe, metrics={}, costs=None, reduction=weighted, numerics=Numerics())
+    return replace(recipe, metrics={}, costs=None, reduction=weighted, numerics=Numerics(), guards="tried")
 
 
 def _short(error: Exception) -> str:

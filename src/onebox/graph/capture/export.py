@@ -22,13 +22,13 @@ from torch.utils import _pytree as pytree
 
 from onebox.errors import CaptureError, OneboxError
 from onebox.graph.capture.attention import WholeAttention
+from onebox.graph.capture.guards import Guards, Watch, read, unreadable
 from onebox.graph.capture.host_devices import HostDevices, on_host
 from onebox.graph.capture.joint import Joint, trace
 from onebox.graph.capture.locate import explain
 from onebox.graph.capture.on_device_transform import OnDevice, OnDeviceTransform
 from onebox.graph.capture.operator_support import bfloat16_autocast, portable_operators
-from onebox.graph.capture.python_state import StateRecorder
-from onebox.graph.capture.python_variables import Reads, WatchedValue, snapshot, watched_tensors
+from onebox.graph.capture.python_state import SideEffects
 from onebox.graph.capture.recurrent import WholeRecurrent
 from onebox.graph.capture.repeated.layers import RepeatedLayers
 from onebox.graph.capture.symbolic_sizes import Varying
@@ -77,11 +77,6 @@ class Wrapper(nn.Module):
     def owners(self) -> dict[str, nn.Module]:
         """The modules among the model and the loss."""
         return {name: owner for name in ("model", "loss") if isinstance(owner := getattr(self, name), nn.Module)}
-
-    @property
-    def functions(self) -> list[Any]:
-        """The callables that the user passed beside modules."""
-        return [self.loss, *self.metrics.values(), *([self._front.call] if self._front else [])]
 
     def forward(self, inputs: Any, targets: Any) -> tuple[Tensor, ...]:
         """Return the loss and the metrics."""
@@ -146,9 +141,12 @@ class _Stateless(nn.Module):
         name: The class of the model, for error messages.
         example: Inputs and targets, nested; non-tensors in them are passed on unchanged.
         device_type: The type of device on which the graph is to run.
+        guards: What forward reads of Python, where that is known.
     """
 
-    def __init__(self, wrapper: Wrapper, name: str, example: tuple[Any, Any], device_type: str) -> None:
+    def __init__(
+        self, wrapper: Wrapper, name: str, example: tuple[Any, Any], device_type: str, guards: Guards | None
+    ) -> None:
         super().__init__()
         self._attention = contextlib.nullcontext if device_type == "cpu" else WholeAttention
         leaves, self._nesting = pytree.tree_flatten(example)
@@ -156,7 +154,7 @@ class _Stateless(nn.Module):
         self._wrapper = (wrapper,)  # in a tuple, so that its tensors are not registered twice
         self._places: list[tuple[dict[str, Any], str, str]] = []
         self.calls = TracedCalls(wrapper, name)
-        self.recorder = StateRecorder(wrapper.owners, wrapper.functions)
+        self._effects = SideEffects(wrapper.owners, guards)
         self.state: dict[str, str] = {}
         self.known: dict[int, str] = {}
         self._hooked: list[tuple[str, Tensor]] = []
@@ -164,7 +162,7 @@ class _Stateless(nn.Module):
         self._add(wrapper.named_buffers, "_buffers", "buffer")
         self._add_plain(wrapper)
         places = [(held, key) for held, key, _ in self._places]
-        restored = functools.partial(self.recorder.run, part=True)
+        restored = functools.partial(self._effects.run, part=True)
         self.repeated = RepeatedLayers(wrapper, places, lambda: self.calls.stack, self._within_layers, restored)
 
     def _add(self, named: Callable[..., Any], kind: str, prefix: str) -> None:
@@ -183,10 +181,9 @@ class _Stateless(nn.Module):
     def _add_plain(self, wrapper: Wrapper) -> None:
         """Register tensors that are attributes of modules but not buffers, so that the tracer sees writes to them."""
         own: dict[int, str] = {}
-        for path, module in wrapper.named_modules():
+        for module in wrapper.modules():
             for key, value in vars(module).items():
                 if type(value) is Tensor and id(value) not in self.known:
-                    self.recorder.reads[WatchedValue(path, key)] = snapshot(value)
                     own.setdefault(id(value), f"plain_{len(own)}")
                     self._buffers[own[id(value)]] = value.detach()
                     self._places.append((vars(module), key, own[id(value)]))
@@ -211,22 +208,27 @@ class _Stateless(nn.Module):
         given: dict[str, Any] = {**self._parameters, **self._buffers}
         for name, real in self._hooked:
             given[name] = self.calls.hooked(given[name], real)
-        before = [(held, key, held[key]) for held, key, _ in self._places]
-        try:
-            for held, key, name in self._places:
-                held[key] = given[name]
-            with self.repeated.standing_in(), self._within(), _assignments_written(wrapper):
-                made: tuple[Tensor, ...] = self.recorder.run(lambda: wrapper(_apart(inputs), _apart(targets)))
-            if fails_in_backward(made[:1]):
-                raise CaptureError(
-                    "plain PyTorch raises an error in the backward of this loss: trying to differentiate twice a "
-                    "function that was marked with @once_differentiable\n  Remove that decorator, if its backward is "
-                    "differentiable, or detach the gradient that forward computes"
-                )
-            return made
-        finally:
-            for held, key, tensor in before:
-                held[key] = tensor
+
+        def computed() -> tuple[Tensor, ...]:
+            before = [(held, key, held[key]) for held, key, _ in self._places]
+            try:
+                for held, key, name in self._places:
+                    held[key] = given[name]
+                with self.repeated.standing_in(), self._within(), _assignments_written(wrapper):
+                    made: tuple[Tensor, ...] = wrapper(_apart(inputs), _apart(targets))
+                    return made
+            finally:
+                for held, key, tensor in before:
+                    held[key] = tensor
+
+        made = self._effects.run(computed)
+        if fails_in_backward(made[:1]):
+            raise CaptureError(
+                "plain PyTorch raises an error in the backward of this loss: trying to differentiate twice a "
+                "function that was marked with @once_differentiable\n  Remove that decorator, if its backward is "
+                "differentiable, or detach the gradient that forward computes"
+            )
+        return made
 
 
 def _apart(nested: Any) -> Any:
@@ -241,14 +243,16 @@ class Captured:
     Args:
         joint: Its graph.
         backward: Whether the graph includes gradients.
-        reads: Python state that the graph depends on.
+        watch: Python state that the graph depends on.
+        unread: Why changes of it may pass unnoticed; ``None`` where they do not.
         fuse: Whether the model made of it is to have single operators for activations that are written out.
         fresh: Whether the graph is used only here, so that the one model made of it may change it.
     """
 
     joint: Joint
     backward: bool
-    reads: Reads
+    watch: Watch
+    unread: CaptureError | None = None
     fuse: bool = False
     fresh: bool = False
 
@@ -280,6 +284,8 @@ def capture(
     on_device: OnDevice | None = None,
     fuse: bool = False,
     varying: Varying | None = None,
+    guards: bool = True,
+    known: Sequence[Guards] = (),
 ) -> Captured:
     """Trace a model and its loss for inputs of one shape.
 
@@ -296,6 +302,8 @@ def capture(
         on_device: Tensor code in front of the model, which maps ``inputs`` to the model's; no part of its state.
         fuse: Whether the model made of it is to have single operators for activations that are written out.
         varying: Sizes of the inputs and targets for which there are to be symbols; see :meth:`Captured.sized`.
+        guards: Whether Dynamo reads the code, so that changes of all that it reads of Python are noticed.
+        known: What it has read of this model in this mode, for inputs of other sizes perhaps.
 
     Raises:
         CaptureError: The model depends on the values of tensors, or on Python's state, in a way that a graph cannot
@@ -305,9 +313,25 @@ def capture(
     require_plain(model)
     backward = mode == "train" if backward is None else backward
     name = type(model).__name__
+    unread = None
+    constants = [
+        (f"{path}.{key}", value)
+        for path, module in wrapper.named_modules()
+        for key, value in vars(module).items()
+        if type(value) is Tensor
+    ]
     with contextlib.ExitStack() as stack:
         stack.enter_context(_mode(wrapper, mode))
-        stack.enter_context(on_host(wrapper))
+        moved = stack.enter_context(on_host(wrapper))
+        read_by_dynamo = next((each for each in known if each.serve(example) and each.changed is None), None)
+        if guards and read_by_dynamo is None:
+            try:
+                with wrapper.in_precision(), contextlib.nullcontext() if backward else torch.no_grad():
+                    read_by_dynamo = read(
+                        model, loss, wrapper.metrics, on_device, example, evaluated=mode == "evaluate", moved=moved
+                    )
+            except Exception as error:
+                unread = unreadable(error, name)
         stack.enter_context(torch.random.fork_rng(devices=[]))
         stack.enter_context(portable_operators(device_type))
         stack.enter_context(quiet())
@@ -327,7 +351,7 @@ def capture(
                 repeated=repeated,
             )
 
-        module = _Stateless(wrapper, name, example, device_type)
+        module = _Stateless(wrapper, name, example, device_type, read_by_dynamo)
         try:
             try:
                 with warnings.catch_warnings():
@@ -336,7 +360,7 @@ def capture(
             except Exception:
                 if not module.repeated.used:
                     raise
-                module = _Stateless(wrapper, name, example, device_type)
+                module = _Stateless(wrapper, name, example, device_type, read_by_dynamo)
                 joint = traced(module, None)
         except OneboxError:  # says what is the matter
             raise
@@ -344,8 +368,11 @@ def capture(
             calls = module.calls
             refused = calls.failed.refused_by_pytorch(error) if calls.failed else None
             raise explain(error, name, layer=calls.failed_in, refused=refused) from error
-    reads = module.recorder.reads | watched_tensors(module.calls.constants.values())
-    return Captured(joint=joint, backward=backward, reads=reads, fuse=fuse)
+    for tensor in module.calls.constants.values():
+        kind = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+        constants.append((f"a tensor that is none of the model's ({kind})", tensor))
+    watch = Watch(read_by_dynamo, list(wrapper.owners.values()), constants)
+    return Captured(joint=joint, backward=backward, watch=watch, unread=unread, fuse=fuse)
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ _HOST = torch.device("cpu")
 
 
 @contextlib.contextmanager
-def on_host(module: nn.Module) -> Iterator[None]:
+def on_host(module: nn.Module) -> Iterator[bool]:
     """Replace a model's tensors on other devices by tensors on the host, within the context.
 
     Parameters and buffers are replaced by tensors without values, which a capture does not read (they are never written
@@ -23,6 +23,9 @@ def on_host(module: nn.Module) -> Iterator[None]:
 
     Args:
         module: The model; restored afterwards.
+
+    Yields:
+        Whether there are any.
     """
     found = list(_tensors(module))
     standing: dict[int, Tensor] = {}
@@ -31,7 +34,7 @@ def on_host(module: nn.Module) -> Iterator[None]:
             if id(tensor) not in standing:
                 standing[id(tensor)] = tensor.detach().cpu() if constant else _stand_in(tensor)
             setattr(part, name, standing[id(tensor)])
-        yield
+        yield bool(found)
     finally:
         for part, name, tensor, _ in found:
             setattr(part, name, tensor)

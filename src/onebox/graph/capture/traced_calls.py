@@ -233,7 +233,7 @@ class TracedCalls(TorchFunctionMode):
             args = (args[0], self._observed(args[1]))
         if args and _writes(func):
             self._written = args[0]
-        if func == _GET_DATA and _is_traced(args[0]):
+        if func == _GET_DATA and is_traced(args[0]):
             self._detached.append(args[0].detach())
             return self._detached[-1]
         if self._detached and _writes(func) and any(args[0] is each for each in self._detached):
@@ -380,7 +380,7 @@ class TracedCalls(TorchFunctionMode):
             )
 
     def _refuse_leaving(self, func: Callable[..., Any], args: tuple[Any, ...]) -> None:
-        if func in _LEAVES and args and _is_traced(args[0]):
+        if func in _LEAVES and args and is_traced(args[0]):
             raise self._leaving(getattr(func, "__name__", "this call"))
         if func in _BACKWARD:
             raise self._refusal(
@@ -433,16 +433,17 @@ class TracedCalls(TorchFunctionMode):
 
 def _is_foreign(value: Any) -> bool:
     """Return whether something is a tensor with values, made outside of the trace."""
-    return isinstance(value, Tensor) and not _is_traced(value)
+    return isinstance(value, Tensor) and not is_traced(value)
 
 
-def _is_traced(value: Any) -> bool:
+def is_traced(value: Any) -> bool:
+    """Return whether something is a tensor of a trace, without values."""
     if not isinstance(value, Tensor):
         return False
     if isinstance(value, FakeTensor | FunctionalTensor):
         return True
     if torch._C._functorch.is_functorch_wrapped_tensor(value):
-        return _is_traced(torch._C._functorch.get_unwrapped(value))
+        return is_traced(torch._C._functorch.get_unwrapped(value))
     return False
 
 

@@ -560,7 +560,7 @@ def divided(model: nn.Module) -> dict[Any, Any]:
 
 
 def encoded(model: nn.Module, example: tuple[Any, Any], options: dict[str, Any]) -> tuple[Any, ...]:
-    """Return the segments, the programs and the Python state read of a model, and its divisions' ports."""
+    """Return the segments, the programs of a model, and its divisions' ports."""
     with TRACING:
         captured = capture(model, functional.cross_entropy, example, **options)
         if captured.joint.symbols is not None:
@@ -576,7 +576,7 @@ def encoded(model: nn.Module, example: tuple[Any, Any], options: dict[str, Any])
         )
         for phase, named in divided.phases.items()
     }
-    return traced.segments, phases, dict(divided.updates), {str(source) for source in captured.reads}
+    return traced.segments, phases, dict(divided.updates)
 
 
 @pytest.fixture

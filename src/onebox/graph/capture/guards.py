@@ -1,0 +1,480 @@
+"""Guards: Dynamo reads the code of a step, and tells later whether anything of Python that it read has changed.
+
+The graph holds the results of Python code at its trace: attributes of modules and of other objects, globals, variables
+of closures, hooks. Dynamo knows every one that the code reads, and how it was read.
+
+This file alone touches Dynamo's capture and its guards, internals of PyTorch.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import logging
+import random
+import re
+import types
+import warnings
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import zip_longest
+from typing import Any
+
+import numpy as np
+import sympy
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from onebox.errors import CaptureError
+from onebox.graph.capture.locate import place_of_error
+
+_OF_A_STEP = frozenset({
+    "AUTOGRAD_SAVED_TENSORS_HOOKS", "DEFAULT_DEVICE", "DETERMINISTIC_ALGORITHMS", "DISPATCH_KEY_SET_MATCH",
+    "DUAL_LEVEL", "DUPLICATE_INPUT", "FSDP_TRAINING_STATE", "FUNCTORCH_STACK_MATCH", "GLOBAL_STATE", "GRAD_MODE",
+    "SHAPE_ENV", "TENSOR_MATCH", "TORCH_FUNCTION_STATE",
+})  # fmt: skip
+"""Guards of shapes and modes: a capture is for one shape, and sets the modes of its step by itself."""
+
+_OF_BACKWARD = ("_backward_hooks", "_backward_pre_hooks")
+"""Hooks of modules for gradients, which Dynamo does not read; all hooks of gradients are compared by identity."""
+
+_ELSEWHERE = re.compile(r"^___from_numpy|^L\['(inputs|targets|hooks)'\]|\._(parameters|buffers)\['[^']*'\]$")
+"""Tensors, by Dynamo's names for them, that are no constants of a graph, or no tensors of the user's."""
+
+_CELL = re.compile(r"(.*)\.__closure__\[(\d+)\]\.cell_contents(.*)$")
+_ARRAY = re.compile(r"___from_numpy\(([GL]\[.*\].*)\)$")
+_ATTRIBUTE = re.compile(r"hasattr\((.*), '(\w+)'\)")
+
+_MOST_BYTES = 1 << 16
+"""Bytes of an array up to which its contents are compared."""
+
+_SETTINGS: dict[str, Any] = {
+    "allow_rnn": True,
+    "automatic_dynamic_shapes": False,
+    "compiled_autograd": True,
+    "skip_nnmodule_hook_guards": False,
+    "specialize_float": True,
+    "specialize_int": True,
+    "trace_autograd_ops": True,
+}
+
+PLAIN = (type(None), bool, int, float, complex, str, bytes)
+_HELD = (list, dict, set, deque)
+_OTHERS = (random.Random, np.ndarray, np.generic)
+
+_FUNCTIONS = (types.FunctionType, property, classmethod, staticmethod)
+
+_MISSING = object()
+
+
+class Guards:
+    """What was read, to be compared with what there is now.
+
+    Args:
+        manager: Dynamo's guards.
+        scope: The objects that the code was given.
+        variables: The globals of the code that Dynamo began with.
+        read: All that was read, by Dynamo's names; objects that guards know by their addresses last as long as these.
+        key: The guards as text.
+        example: Inputs and targets, as :func:`_described` has them.
+        batch: Returns whether the same is read for another number of samples.
+    """
+
+    def __init__(
+        self,
+        manager: Any,
+        scope: Mapping[str, Any],
+        variables: dict[str, Any],
+        read: Mapping[str, Any],
+        key: frozenset[str],
+        example: tuple[Any, list[Any], list[torch.Size]],
+        batch: Callable[[int], bool],
+    ) -> None:
+        self.key = key
+        """Equal for guards that hold at the same time."""
+        self._manager, self._scope, self._globals = manager, dict(scope), variables
+        self.read = {name: self._present(name) if value is None else value for name, value in read.items() if name}
+        """All that was read, by Dynamo's names."""
+        self._example, self._batch = example, batch
+        self._others = {
+            name: (value, _content(value)) for name, value in self.read.items() if isinstance(value, _OTHERS)
+        }
+        """What Dynamo does not compare by contents."""
+
+    @property
+    def names(self) -> set[str]:
+        """All that was read, as the user's code has it."""
+        return set(map(self._called, self.read))
+
+    def serve(self, example: tuple[Any, Any]) -> bool:
+        """Return whether the code reads the same for inputs and targets of other sizes."""
+        nesting, kinds, shapes = _described(example)
+        if (nesting, kinds) != self._example[:2]:
+            return False
+        alike = [shape[1:] for shape in shapes] == [shape[1:] for shape in self._example[2]]
+        sizes = {shape[0] for shape in shapes if shape}
+        return shapes == self._example[2] or (alike and len(sizes) == 1 and self._batch(*sizes))
+
+    @property
+    def changed(self) -> str | None:
+        """What has changed first, as text; ``None`` if nothing has."""
+        if not self._manager.check(self._scope):
+            return self._failed()
+        return next((self._called(name) for name, other in self._others.items() if self._differs(name, *other)), None)
+
+    def _differs(self, name: str, value: Any, content: Any) -> bool:
+        now = self._present(name)
+        return _content(value) != content or (now is not value and now is not _MISSING)
+
+    def _failed(self) -> str:
+        """Return what the first guard that fails is about."""
+        said = self._manager.check_verbose(self._scope).verbose_code_parts
+        failed = _ATTRIBUTE.sub(r"\1.\2", said[0].split("  #")[0].strip()) if said else ""
+        name = max((name for name in self.read if name in failed), key=len, default="")
+        if failed.startswith("not ") and self._present(failed[4:]) is not _MISSING:
+            name = failed[4:]
+        if not name:
+            return _readable(failed) or "something that the model reads"
+        now = self._present(name)
+        return f"{self._called(name)} (now {now!r})" if isinstance(now, PLAIN) else self._called(name)
+
+    def _called(self, name: str) -> str:
+        """Return one of Dynamo's names as the user's code has it."""
+        if cell := _CELL.match(name):
+            code = getattr(self._present(cell[1]), "__code__", None)
+            if code is not None:
+                return _readable(code.co_freevars[int(cell[2])] + cell[3])
+        return _readable(name)
+
+    def _present(self, name: str) -> Any:
+        """Return what is at one of Dynamo's names now."""
+        try:
+            return self._found(ast.parse(name, mode="eval").body)
+        except (AttributeError, KeyError, IndexError, SyntaxError, TypeError, ValueError):
+            return _MISSING
+
+    def _found(self, node: ast.expr) -> Any:
+        match node:
+            case ast.Name("L"):
+                return self._scope
+            case ast.Name("G"):
+                return self._globals
+            case ast.Attribute():
+                return getattr(self._found(node.value), node.attr)
+            case ast.Constant():
+                return node.value
+            case ast.Subscript():
+                return self._found(node.value)[self._found(node.slice)]
+            case ast.Call(ast.Name("list"), [items]):
+                return list(self._found(items))
+            case ast.Call(ast.Attribute(ast.Name("dict"), "keys"), [items]):
+                return dict.keys(self._found(items))
+        raise ValueError(f"no place: {ast.dump(node)}")
+
+    def kept(self) -> Callable[[], None]:
+        """Return a function that restores what was read to its present state, as far as it is plain values."""
+        held = [(value, value.copy()) for value in self.read.values() if type(value) in _HELD]
+        drawn = [(value, value.getstate()) for value in self.read.values() if isinstance(value, random.Random)]
+        values = [(name, value) for name in self.read if isinstance(value := self._present(name), PLAIN)]
+
+        def restore() -> None:
+            for value, before in held:
+                if len(value) != len(before) or any(a is not b for a, b in zip(_all(value), _all(before), strict=True)):
+                    value.clear()
+                    value.update(before) if isinstance(value, dict | set) else value.extend(before)
+            for value, state in drawn:
+                value.setstate(state)
+            for name, before in values:
+                if self._present(name) is not before:
+                    with contextlib.suppress(AttributeError, TypeError):
+                        self._assign(name, before)
+
+        return restore
+
+    def _assign(self, name: str, value: Any) -> None:
+        match ast.parse(name, mode="eval").body:
+            case ast.Attribute() as node:
+                setattr(self._found(node.value), node.attr, value)
+            case ast.Subscript() as node:
+                self._found(node.value)[self._found(node.slice)] = value
+
+
+def _all(value: Any) -> Iterator[Any]:
+    yield from value
+    if isinstance(value, dict):
+        yield from value.values()
+
+
+_TEXTS = (
+    (re.compile(r"\b[GL]\['__import_(\w+)'\]"), lambda found: found[1].replace("_dot_", ".")),
+    (re.compile(r"\b[GL]\['([^']*)'\]"), lambda found: found[1]),
+    (re.compile(r"\._(?:modules|parameters|buffers)\['([^']*)'\]"), lambda found: f".{found[1]}"),
+    (re.compile(r"\.__dict__\['([^']*)'\]"), lambda found: f".{found[1]}"),
+)  # fmt: skip
+
+
+def _readable(text: str) -> str:
+    """Return one of Dynamo's names as one writes it.
+
+    >>> _readable("L['model']._modules['0'].p == 0.5")
+    'model.0.p == 0.5'
+    """
+    for pattern, by in _TEXTS:
+        text = pattern.sub(by, text)
+    return text
+
+
+def _step(model: Any, loss: Any, metrics: Any, on_device: Any, hooks: Any, inputs: Any, targets: Any) -> None:
+    given = inputs if on_device is None else on_device(inputs)
+    if isinstance(given, tuple):
+        outputs = model(*given)
+    elif isinstance(given, dict):
+        outputs = model(**given)
+    else:
+        outputs = model(given)
+    loss(outputs, targets)
+    for metric in metrics.values():
+        metric(outputs, targets)
+    for hook, gradient in hooks:
+        hook(gradient)
+
+
+def read(
+    model: nn.Module,
+    loss: Any,
+    metrics: Mapping[str, Any],
+    on_device: Any,
+    example: tuple[Any, Any],
+    *,
+    evaluated: bool,
+    moved: bool,
+) -> Guards:
+    """Let Dynamo read the code of a step.
+
+    Args:
+        model: The model.
+        loss: The loss.
+        metrics: The metrics.
+        on_device: Tensor code in front of the model.
+        example: Inputs and targets.
+        evaluated: Whether all modules are set to evaluate, whatever their modes are otherwise.
+        moved: Whether tensors of the model have been replaced by others for now.
+
+    Raises:
+        Exception: Whatever Dynamo raises where it cannot read the code.
+    """
+    from torch._dynamo import config
+    from torch._dynamo.convert_frame import fullgraph_capture
+    from torch._dynamo.guards import GuardBuilder
+    from torch._dynamo.hooks import Hooks
+    from torch._dynamo.utils import get_metrics_context
+
+    owners = [each for each in (model, loss) if isinstance(each, nn.Module)]
+    inputs, targets = pytree.tree_map_only(Tensor, _sized, example)
+    hooks = [(hook, torch.empty_like(tensor)) for tensor, hook in hooks_of_tensors(owners)]
+    scope = {
+        "model": model,
+        "loss": loss,
+        "metrics": dict(metrics),
+        "on_device": on_device,
+        "hooks": hooks,
+        "inputs": inputs,
+        "targets": targets,
+    }
+    seen: dict[str, Any] = {}
+    key: set[str] = set()
+    step = types.FunctionType(_step.__code__, {"__name__": __name__, "__builtins__": __builtins__})
+
+    def wanted(entries: Sequence[Any]) -> list[bool]:
+        chosen = [_is_of_python(entry, evaluated=evaluated) for entry in entries]
+        for entry, keep in zip(entries, chosen, strict=True):
+            if keep:
+                seen[entry.orig_guard.name] = entry.value if entry.has_value else None
+                key.update(entry.orig_guard.code_list or ())
+            elif array := _ARRAY.match(entry.orig_guard.name):
+                seen.setdefault(array[1], None)
+        return chosen
+
+    with config.patch(_SETTINGS), get_metrics_context(), _quiet(), _without_hooks_of_backward(owners):
+        captured: Any = fullgraph_capture(step, tuple(scope.values())).graph_capture_output
+        graph = captured.output_graph
+        graph.skip_guards_check = True  # it is done below, with other inputs
+        for guard in () if moved else list(graph.guards):
+            if guard.create_fn_name() == "TENSOR_MATCH" and not _ELSEWHERE.search(guard.name):
+                graph.guards.add(guard.originating_source.make_guard(GuardBuilder.ID_MATCH))
+        batch = _sizes_served(graph.shape_env)
+        manager = captured.build_guards(step.__code__, Hooks(guard_filter_fn=wanted)).guard_manager
+    for name in ("inputs", "targets", "hooks"):
+        scope[name] = pytree.tree_map_only(Tensor, lambda x: x.new_empty(0), scope[name])
+    return Guards(manager, scope, step.__globals__, seen, frozenset(key), _described(example), batch)
+
+
+def _described(example: tuple[Any, Any]) -> tuple[Any, list[Any], list[torch.Size]]:
+    """Return how inputs and targets are nested, their types and constants, and the shapes of their tensors."""
+    leaves, nesting = pytree.tree_flatten(example)
+    kinds = [leaf.dtype if isinstance(leaf, Tensor) else (type(leaf), leaf) for leaf in leaves]
+    return nesting, kinds, [leaf.shape for leaf in leaves if isinstance(leaf, Tensor)]
+
+
+def _sized(tensor: Tensor) -> Tensor:
+    """Return a tensor of whose number of samples Dynamo tells what the code makes of it."""
+    alone = tensor.detach()
+    if alone.dim():
+        torch._dynamo.maybe_mark_dynamic(alone, 0)
+    return alone
+
+
+def _sizes_served(sizes: Any) -> Callable[[int], bool]:
+    """Return a function that tells whether Dynamo would have read the same with some number of samples.
+
+    Args:
+        sizes: What it assumed about the number.
+    """
+    assumed = [guard.expr for guard in sizes.guards]
+    assumed += [sympy.Eq(symbol, found) for symbol, found in sizes.replacements.items()]
+
+    def served(size: int) -> bool:
+        return size > 1 and all(
+            each.xreplace(dict.fromkeys(each.free_symbols, sympy.Integer(size))) == True  # noqa: E712
+            for each in assumed
+        )
+
+    return served
+
+
+def _is_of_python(entry: Any, *, evaluated: bool) -> bool:
+    """Return whether a guard is one of Python's state."""
+    if "__builtins_dict__" in entry.orig_guard.name or (evaluated and entry.name.endswith(".training")):
+        return False
+    if getattr(entry.value, "__module__", None) == nn.Module.__module__:  # tracers replace methods of every module
+        return False
+    return entry.guard_type not in _OF_A_STEP and not entry.name.endswith(_OF_BACKWARD)
+
+
+@contextlib.contextmanager
+def _without_hooks_of_backward(owners: Iterable[nn.Module]) -> Iterator[None]:
+    """Hide the modules' hooks for gradients, at which Dynamo stops."""
+    held = [vars(module)[kind] for owner in owners for module in owner.modules() for kind in _OF_BACKWARD]
+    before = [dict(hooks) for hooks in held]
+    for hooks in held:
+        hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, own in zip(held, before, strict=True):
+            hooks.update(own)
+
+
+def unreadable(error: Exception, name: str) -> CaptureError:
+    """Return the error for code that Dynamo cannot read.
+
+    Args:
+        error: Dynamo's.
+        name: The class of the model.
+    """
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    explained = next((line for line in lines if line.startswith("Explanation:")), "")
+    reason = " ".join([lines[0] if lines else type(error).__name__, explained.removeprefix("Explanation:").strip()])
+    place = place_of_error(error)
+    where = f" at {place}: {place.text}" if place else ""
+    return CaptureError(
+        f"{name} cannot be guarded against changes of Python's state{where}\n  PyTorch's Dynamo does not read this "
+        f"code: {reason.strip()}\n  Write it otherwise, or give Trainer(..., guards=False): then the code is run "
+        "once, and what it reads of Python (attributes, globals, settings) is taken not to change; a virtual device "
+        "(vgpu) runs it as it is",
+        where=str(place) if place else None,
+    )
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Suppress Dynamo's logs and warnings."""
+    logger = logging.getLogger("torch._dynamo")
+    before = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(before)
+
+
+def hooks_of_tensors(owners: Iterable[nn.Module]) -> list[tuple[Tensor, Any]]:
+    """Return the hooks of the gradients of parameters, each with its tensor."""
+    return [
+        (tensor, hook)
+        for owner in owners
+        for tensor in owner.parameters()
+        for hook in (getattr(tensor, "_backward_hooks", None) or {}).values()
+    ]
+
+
+class Watch:
+    """All of Python's state that a graph depends on.
+
+    Args:
+        guards: What Dynamo has read; ``None`` where it has not.
+        owners: The model, and the loss if it is a module.
+        constants: Tensors whose present values the graph holds, with what they are called.
+    """
+
+    def __init__(
+        self, guards: Guards | None, owners: Collection[nn.Module], constants: Iterable[tuple[str, Tensor]]
+    ) -> None:
+        self.guards = guards
+        self._dicts = [vars(module)[kind] for owner in owners for module in owner.modules() for kind in _OF_BACKWARD]
+        self._parameters = [tensor for owner in owners for tensor in owner.parameters()]
+        self._hooks = self._present_hooks()
+        self._tensors = [(name, tensor, _content(tensor)) for name, tensor in constants]
+        read = () if guards is None else guards.read.values()
+        self._functions = _functions(
+            {type(each) for owner in owners for each in owner.modules()} | set(map(type, read))
+        )
+        self._default = torch.get_default_dtype()
+
+    def covers(self, other: Watch) -> bool:
+        """Return whether another one that holds now changes only if this one does."""
+        mine, others = (frozenset() if each.guards is None else each.guards.key for each in (self, other))
+        tensors = {id(tensor) for _, tensor, _ in self._tensors}
+        return others <= mine and tensors.issuperset(id(tensor) for _, tensor, _ in other._tensors)
+
+    @property
+    def changed(self) -> str | None:
+        """What has changed first, as text; ``None`` if nothing has."""
+        if self.guards is not None and (changed := self.guards.changed):
+            return changed
+        if any(a is not b for a, b in zip_longest(self._hooks, self._present_hooks())):
+            return "a hook of a gradient"
+        for kind, name, function in self._functions:
+            if kind.__dict__.get(name) is not function:
+                return f"{kind.__module__}.{kind.__qualname__}.{name}"
+        for name, tensor, before in self._tensors:
+            if _content(tensor) != before:
+                return name
+        if torch.get_default_dtype() is not self._default:
+            return f"torch.get_default_dtype() (now {torch.get_default_dtype()})"
+        return None
+
+    def _present_hooks(self) -> list[Any]:
+        own = (getattr(tensor, "_backward_hooks", None) for tensor in self._parameters)
+        return [hook for hooks in (*self._dicts, *own) if hooks for hook in hooks.values()]
+
+
+def _content(value: Any) -> Any:
+    """Return what changes with the contents of a tensor, an array or a generator of random numbers."""
+    if isinstance(value, Tensor):
+        return value._version, value.data_ptr()
+    if isinstance(value, np.ndarray | np.generic):
+        return value.shape, value.tobytes() if value.nbytes <= _MOST_BYTES else None
+    return value.getstate()
+
+
+def _functions(classes: Iterable[type]) -> list[tuple[type, str, Any]]:
+    """Return the functions of classes and their bases: class, name and function."""
+    others = nn.Module, object  # tracers replace methods of the one
+    bases = dict.fromkeys(base for each in classes for base in each.__mro__ if base not in others)
+    return [
+        (base, name, value) for base in bases for name, value in vars(base).items() if isinstance(value, _FUNCTIONS)
+    ]
