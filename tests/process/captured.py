@@ -38,12 +38,17 @@ def capture(captures: Captures, batch: Batch, size: int, *, train: bool, probe: 
 
 def of_model(traced: TracedModel, recipe: CaptureSpec) -> TracedModel:
     """Return a capture of one model as that of another that is alike: what was read of Python is that one's."""
-    made, guards = copy.copy(traced), traced.watch.guards
-    if guards is not None:
-        of_it = {**guards._scope, "model": recipe.model}
-        guards = Guards(guards._manager, of_it, guards._globals, dict.fromkeys(guards.read), guards.key)
-    made.watch = Watch(guards, [recipe.model], [])
+    made = copy.copy(traced)
+    made.watch = Watch([of(guards, recipe.model) for guards in traced.watch.guards], [recipe.model], [])
     assert made.watch.changed is None
+    return made
+
+
+def of(guards: Guards, model: nn.Module) -> Guards:
+    """Return guards of one model's code as those of another that is alike."""
+    made, given = copy.copy(guards), {**guards._scope, "model": model}
+    made._scope, made.read = given, {}
+    made.read = {name: made._present(name) for name in guards.read}
     return made
 
 

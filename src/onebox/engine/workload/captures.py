@@ -380,8 +380,8 @@ class Captures:
         )
         if recipe.guards == "required" and captured.unread is not None:
             raise captured.unread
-        if captured.watch.guards is not None and not probe:
-            self._read.setdefault(train, set()).add(captured.watch.guards)
+        if captured.watch.guards and not probe:
+            self._read.setdefault(train, set()).add(captured.watch.guards[0])
         return captured
 
 

@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 
 from onebox.errors import CaptureError, OneboxError
 from onebox.graph.capture.attention import WholeAttention
-from onebox.graph.capture.guards import Guards, Watch, read, unreadable
+from onebox.graph.capture.guards import Guards, Watch, read_hook, read_step, unreadable
 from onebox.graph.capture.host_devices import HostDevices, on_host
 from onebox.graph.capture.joint import Joint, trace
 from onebox.graph.capture.locate import explain
@@ -327,7 +327,7 @@ def capture(
         if guards and read_by_dynamo is None:
             try:
                 with wrapper.in_precision(), contextlib.nullcontext() if backward else torch.no_grad():
-                    read_by_dynamo = read(
+                    read_by_dynamo = read_step(
                         model, loss, wrapper.metrics, on_device, example, evaluated=mode == "evaluate", moved=moved
                     )
             except Exception as error:
@@ -371,8 +371,19 @@ def capture(
     for tensor in module.calls.constants.values():
         kind = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
         constants.append((f"a tensor that is none of the model's ({kind})", tensor))
-    watch = Watch(read_by_dynamo, list(wrapper.owners.values()), constants)
+    read, unread = ([], unread) if read_by_dynamo is None else _with_hooks(read_by_dynamo, module.calls, name)
+    watch = Watch(read, list(wrapper.owners.values()), constants)
     return Captured(joint=joint, backward=backward, watch=watch, unread=unread, fuse=fuse)
+
+
+def _with_hooks(guards: Guards, calls: TracedCalls, name: str) -> tuple[list[Guards], CaptureError | None]:
+    """Let Dynamo read the hooks of gradients that a trace has called; return all guards, or why it cannot."""
+    try:
+        return [guards, *(read_hook(hook, given) for hook, given in calls.hooks.values())], None
+    except OneboxError:
+        raise
+    except Exception as error:
+        return [guards], unreadable(error, name)
 
 
 @contextlib.contextmanager

@@ -21,13 +21,12 @@ from itertools import zip_longest
 from typing import Any
 
 import numpy as np
-import sympy
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from onebox.errors import CaptureError
-from onebox.graph.capture.locate import place_of_error
+from onebox.graph.capture.locate import SourceLocation, place_of_error
 
 _OF_A_STEP = frozenset({
     "AUTOGRAD_SAVED_TENSORS_HOOKS", "DEFAULT_DEVICE", "DETERMINISTIC_ALGORITHMS", "DISPATCH_KEY_SET_MATCH",
@@ -39,7 +38,7 @@ _OF_A_STEP = frozenset({
 _OF_BACKWARD = ("_backward_hooks", "_backward_pre_hooks")
 """Hooks of modules for gradients, which Dynamo does not read; all hooks of gradients are compared by identity."""
 
-_ELSEWHERE = re.compile(r"^___from_numpy|^L\['(inputs|targets|hooks)'\]|\._(parameters|buffers)\['[^']*'\]$")
+_ELSEWHERE = re.compile(r"^___from_numpy|^L\['(inputs|targets)'\]|\._(parameters|buffers)\['[^']*'\]$")
 """Tensors, by Dynamo's names for them, that are no constants of a graph, or no tensors of the user's."""
 
 _CELL = re.compile(r"(.*)\.__closure__\[(\d+)\]\.cell_contents(.*)$")
@@ -63,6 +62,7 @@ PLAIN = (type(None), bool, int, float, complex, str, bytes)
 _HELD = (list, dict, set, deque)
 _OTHERS = (random.Random, np.ndarray, np.generic)
 
+_EXAMPLE = frozenset({"inputs", "targets"})
 _FUNCTIONS = (types.FunctionType, property, classmethod, staticmethod)
 
 _MISSING = object()
@@ -225,7 +225,7 @@ def _readable(text: str) -> str:
     return text
 
 
-def _step(model: Any, loss: Any, metrics: Any, on_device: Any, hooks: Any, inputs: Any, targets: Any) -> None:
+def _step(model: Any, loss: Any, metrics: Any, on_device: Any, inputs: Any, targets: Any) -> None:
     given = inputs if on_device is None else on_device(inputs)
     if isinstance(given, tuple):
         outputs = model(*given)
@@ -236,11 +236,13 @@ def _step(model: Any, loss: Any, metrics: Any, on_device: Any, hooks: Any, input
     loss(outputs, targets)
     for metric in metrics.values():
         metric(outputs, targets)
-    for hook, gradient in hooks:
-        hook(gradient)
 
 
-def read(
+def _call(hook: Any, inputs: Any) -> None:
+    hook(*inputs)
+
+
+def read_step(
     model: nn.Module,
     loss: Any,
     metrics: Mapping[str, Any],
@@ -264,50 +266,76 @@ def read(
     Raises:
         Exception: Whatever Dynamo raises where it cannot read the code.
     """
+    inputs, targets = pytree.tree_map_only(Tensor, _sized, example)
+    given = {"model": model, "loss": loss, "metrics": dict(metrics), "on_device": on_device}
+    with _without_hooks_of_backward([each for each in (model, loss) if isinstance(each, nn.Module)]):
+        return _read(_step, {**given, "inputs": inputs, "targets": targets}, evaluated=evaluated, moved=moved)
+
+
+def read_hook(hook: Callable[..., Any], given: tuple[Any, ...]) -> Guards:
+    """Let Dynamo read the code of a hook of a gradient.
+
+    Args:
+        hook: The hook.
+        given: What it is called with.
+
+    Raises:
+        Exception: As of :func:`read_step`.
+        CaptureError: It changes what it reads.
+    """
+    guards = _read(_call, {"hook": hook, "inputs": given}, evaluated=False, moved=False)
+    restore = guards.kept()
+    hook(*given)
+    changed = guards.changed
+    restore()
+    if changed:
+        raise changing(changed, None)
+    return guards
+
+
+def _read(function: Callable[..., None], given: Mapping[str, Any], *, evaluated: bool, moved: bool) -> Guards:
+    """Let Dynamo read a function of this file with all that it calls.
+
+    Args:
+        function: The function.
+        given: Its arguments, by name.
+        evaluated: As for :func:`read_step`.
+        moved: Likewise.
+    """
     from torch._dynamo import config
     from torch._dynamo.convert_frame import fullgraph_capture
     from torch._dynamo.guards import GuardBuilder
     from torch._dynamo.hooks import Hooks
     from torch._dynamo.utils import get_metrics_context
 
-    owners = [each for each in (model, loss) if isinstance(each, nn.Module)]
-    inputs, targets = pytree.tree_map_only(Tensor, _sized, example)
-    hooks = [(hook, torch.empty_like(tensor)) for tensor, hook in hooks_of_tensors(owners)]
-    scope = {
-        "model": model,
-        "loss": loss,
-        "metrics": dict(metrics),
-        "on_device": on_device,
-        "hooks": hooks,
-        "inputs": inputs,
-        "targets": targets,
-    }
-    seen: dict[str, Any] = {}
+    read: dict[str, Any] = {}
     key: set[str] = set()
-    step = types.FunctionType(_step.__code__, {"__name__": __name__, "__builtins__": __builtins__})
 
     def wanted(entries: Sequence[Any]) -> list[bool]:
         chosen = [_is_of_python(entry, evaluated=evaluated) for entry in entries]
         for entry, keep in zip(entries, chosen, strict=True):
             if keep:
-                seen[entry.orig_guard.name] = entry.value if entry.has_value else None
+                read[entry.orig_guard.name] = entry.value if entry.has_value else None
                 key.update(entry.orig_guard.code_list or ())
             elif array := _ARRAY.match(entry.orig_guard.name):
-                seen.setdefault(array[1], None)
+                read.setdefault(array[1], None)
         return chosen
 
-    with config.patch(_SETTINGS), get_metrics_context(), _quiet(), _without_hooks_of_backward(owners):
-        captured: Any = fullgraph_capture(step, tuple(scope.values())).graph_capture_output
+    alone = types.FunctionType(function.__code__, {"__name__": __name__, "__builtins__": __builtins__})
+    with config.patch(_SETTINGS), get_metrics_context(), _quiet():
+        captured: Any = fullgraph_capture(alone, tuple(given.values())).graph_capture_output
         graph = captured.output_graph
-        graph.skip_guards_check = True  # it is done below, with other inputs
+        graph.skip_guards_check = True  # they hold for other inputs, too
         for guard in () if moved else list(graph.guards):
             if guard.create_fn_name() == "TENSOR_MATCH" and not _ELSEWHERE.search(guard.name):
                 graph.guards.add(guard.originating_source.make_guard(GuardBuilder.ID_MATCH))
         batch = _sizes_served(graph.shape_env)
-        manager = captured.build_guards(step.__code__, Hooks(guard_filter_fn=wanted)).guard_manager
-    for name in ("inputs", "targets", "hooks"):
-        scope[name] = pytree.tree_map_only(Tensor, lambda x: x.new_empty(0), scope[name])
-    return Guards(manager, scope, step.__globals__, seen, frozenset(key), _described(example), batch)
+        manager = captured.build_guards(alone.__code__, Hooks(guard_filter_fn=wanted)).guard_manager
+    example = given["inputs"], given.get("targets")
+    empty = {
+        name: pytree.tree_map_only(Tensor, lambda x: x.new_empty(0), given[name]) for name in _EXAMPLE & given.keys()
+    }
+    return Guards(manager, {**given, **empty}, alone.__globals__, read, frozenset(key), _described(example), batch)
 
 
 def _described(example: tuple[Any, Any]) -> tuple[Any, list[Any], list[torch.Size]]:
@@ -332,13 +360,14 @@ def _sizes_served(sizes: Any) -> Callable[[int], bool]:
         sizes: What it assumed about the number.
     """
     assumed = [guard.expr for guard in sizes.guards]
-    assumed += [sympy.Eq(symbol, found) for symbol, found in sizes.replacements.items()]
+    equal = list(sizes.replacements.values())
+
+    def of(expression: Any, size: int) -> Any:
+        return expression.xreplace(dict.fromkeys(expression.free_symbols, size))
 
     def served(size: int) -> bool:
-        return size > 1 and all(
-            each.xreplace(dict.fromkeys(each.free_symbols, sympy.Integer(size))) == True  # noqa: E712
-            for each in assumed
-        )
+        held = all(of(each, size) == True for each in assumed)  # noqa: E712
+        return size > 1 and held and all(of(each, size) == size for each in equal)
 
     return served
 
@@ -364,6 +393,17 @@ def _without_hooks_of_backward(owners: Iterable[nn.Module]) -> Iterator[None]:
     finally:
         for hooks, own in zip(held, before, strict=True):
             hooks.update(own)
+
+
+def changing(what: str, place: SourceLocation | None) -> CaptureError:
+    """Return the error for a forward or a hook that changes what it reads."""
+    where = f" at {place}: {place.text}" if place else ""
+    return CaptureError(
+        f"forward, or a hook, changes {what}, which outlasts it{where}\n"
+        "  A graph would hold what it was at first. Make it a buffer that forward writes to (self.register_buffer), or "
+        "an input of the model; on a virtual device (vgpu) it runs as it is",
+        where=str(place) if place else None,
+    )
 
 
 def unreadable(error: Exception, name: str) -> CaptureError:
@@ -401,50 +441,39 @@ def _quiet() -> Iterator[None]:
         logger.setLevel(before)
 
 
-def hooks_of_tensors(owners: Iterable[nn.Module]) -> list[tuple[Tensor, Any]]:
-    """Return the hooks of the gradients of parameters, each with its tensor."""
-    return [
-        (tensor, hook)
-        for owner in owners
-        for tensor in owner.parameters()
-        for hook in (getattr(tensor, "_backward_hooks", None) or {}).values()
-    ]
-
-
 class Watch:
     """All of Python's state that a graph depends on.
 
     Args:
-        guards: What Dynamo has read; ``None`` where it has not.
+        guards: What Dynamo has read.
         owners: The model, and the loss if it is a module.
         constants: Tensors whose present values the graph holds, with what they are called.
     """
 
     def __init__(
-        self, guards: Guards | None, owners: Collection[nn.Module], constants: Iterable[tuple[str, Tensor]]
+        self, guards: Sequence[Guards], owners: Collection[nn.Module], constants: Iterable[tuple[str, Tensor]]
     ) -> None:
         self.guards = guards
         self._dicts = [vars(module)[kind] for owner in owners for module in owner.modules() for kind in _OF_BACKWARD]
         self._parameters = [tensor for owner in owners for tensor in owner.parameters()]
         self._hooks = self._present_hooks()
         self._tensors = [(name, tensor, _content(tensor)) for name, tensor in constants]
-        read = () if guards is None else guards.read.values()
-        self._functions = _functions(
-            {type(each) for owner in owners for each in owner.modules()} | set(map(type, read))
-        )
+        kinds = {type(each) for owner in owners for each in owner.modules()}
+        self._functions = _functions(kinds.union(*(map(type, each.read.values()) for each in guards)))
         self._default = torch.get_default_dtype()
 
     def covers(self, other: Watch) -> bool:
         """Return whether another one that holds now changes only if this one does."""
-        mine, others = (frozenset() if each.guards is None else each.guards.key for each in (self, other))
+        mine, others = (frozenset[str]().union(*(guards.key for guards in each.guards)) for each in (self, other))
         tensors = {id(tensor) for _, tensor, _ in self._tensors}
         return others <= mine and tensors.issuperset(id(tensor) for _, tensor, _ in other._tensors)
 
     @property
     def changed(self) -> str | None:
         """What has changed first, as text; ``None`` if nothing has."""
-        if self.guards is not None and (changed := self.guards.changed):
-            return changed
+        for guards in self.guards:
+            if changed := guards.changed:
+                return changed
         if any(a is not b for a, b in zip_longest(self._hooks, self._present_hooks())):
             return "a hook of a gradient"
         for kind, name, function in self._functions:

@@ -19,7 +19,7 @@ import numpy as np
 from torch import nn
 
 from onebox.errors import CaptureError
-from onebox.graph.capture.guards import PLAIN, Guards
+from onebox.graph.capture.guards import PLAIN, Guards, changing
 from onebox.graph.capture.locate import SourceLocation, is_users
 from onebox.graph.capture.traced_calls import is_traced
 
@@ -67,7 +67,7 @@ class SideEffects:
                 raise _drawing(drawn.module, drawn.place(forward))
             changed = None if part or self._guards is None else self._guards.changed or attributes.carried(self._guards)
             if changed:
-                raise _changing(changed, attributes.place(changed))
+                raise changing(changed, attributes.place(changed))
             unread = attributes.changed()
         finally:
             attributes.restore()
@@ -245,15 +245,5 @@ def _drawing(module: str, place: SourceLocation | None) -> CaptureError:
         f"forward draws numbers from {module}{where}\n  A graph would hold those that were drawn first. Draw with "
         "torch (torch.rand, torch.bernoulli, dropout), or give the numbers as inputs; on a virtual device (vgpu) the "
         "code runs as it is",
-        where=str(place) if place else None,
-    )
-
-
-def _changing(what: str, place: SourceLocation | None) -> CaptureError:
-    where = f" at {place}: {place.text}" if place else ""
-    return CaptureError(
-        f"forward, or a hook, changes {what}, which outlasts it{where}\n"
-        "  A graph would hold what it was at first. Make it a buffer that forward writes to (self.register_buffer), or "
-        "an input of the model; on a virtual device (vgpu) it runs as it is",
         where=str(place) if place else None,
     )

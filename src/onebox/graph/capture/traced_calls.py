@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
+from types import CellType, FrameType, FunctionType
 from typing import Any
 
 import torch
@@ -158,6 +158,30 @@ def _like(value: Any) -> Any:
     return _Like(value.dtype, tuple(value.shape)) if isinstance(value, Tensor) else value
 
 
+def _blank(value: Tensor) -> Tensor:
+    """Return zeros in the shape of a traced tensor, of which two take the place of a symbol."""
+    sizes = [size if isinstance(size, int) else 2 for size in value.shape]
+    with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
+        return torch.zeros(sizes, dtype=value.dtype)
+
+
+def _apart(hook: Any) -> Any:
+    """Return a hook that does not hold on to traced tensors: with zeros in their place."""
+    cells = getattr(hook, "__closure__", None) or ()
+    held = [cell for cell in cells if is_traced(_contents(cell))]
+    if not held or not isinstance(hook, FunctionType):
+        return hook
+    closure = tuple(CellType(_blank(_contents(cell))) if cell in held else cell for cell in cells)
+    return FunctionType(hook.__code__, hook.__globals__, hook.__name__, hook.__defaults__, closure)
+
+
+def _contents(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not assigned yet
+        return None
+
+
 def _sized(value: Any) -> Any:
     """Return an argument with numbers in place of symbols."""
     if isinstance(value, _Like):
@@ -210,6 +234,8 @@ class TracedCalls(TorchFunctionMode):
         self._written: Any = None
         self.constants: dict[int, Tensor] = {}
         """Tensors from outside of the model and the trace, by their identity: the graph holds their present values."""
+        self.hooks: dict[int, tuple[Callable[..., Any], tuple[Any, ...]]] = {}
+        """Hooks of gradients that were called, by their identity, with tensors like those that they were given."""
         self.failed: FailedCall | None = None
         """The last call that failed."""
 
@@ -340,6 +366,7 @@ class TracedCalls(TorchFunctionMode):
         """Wrap a hook so that it is refused if it changes no gradient: it would be called only once, in the trace."""
 
         def run(*given: Any) -> Any:
+            self.hooks[id(hook)] = _apart(hook), pytree.tree_map_only(Tensor, _blank, given)
             self._written = None
             with self:
                 result = hook(*given)
