@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import logging
+import os
 import random
 import re
 import types
@@ -60,7 +61,7 @@ _SETTINGS: dict[str, Any] = {
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes)
 _HELD = (list, dict, set, deque)
-_OTHERS = (random.Random, np.ndarray, np.generic)
+_OTHERS = (random.Random, np.ndarray, np.generic, type(os.environ))
 
 _EXAMPLE = frozenset({"inputs", "targets"})
 _FUNCTIONS = (types.FunctionType, property, classmethod, staticmethod)
@@ -492,12 +493,12 @@ class Watch:
 
 
 def _content(value: Any) -> Any:
-    """Return what changes with the contents of a tensor, an array or a generator of random numbers."""
+    """Return what changes with the contents of a tensor, an array, a generator of random numbers or the environment."""
     if isinstance(value, Tensor):
         return value._version, value.data_ptr()
     if isinstance(value, np.ndarray | np.generic):
         return value.shape, value.tobytes() if value.nbytes <= _MOST_BYTES else None
-    return value.getstate()
+    return value.getstate() if isinstance(value, random.Random) else dict(value)
 
 
 def _functions(classes: Iterable[type]) -> list[tuple[type, str, Any]]:
