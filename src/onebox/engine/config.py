@@ -30,6 +30,11 @@ def check_objects(model: object, loss: object, pool: object, metrics: object, on
     """
     if not isinstance(model, nn.Module):
         raise UsageError(f"model={_shown(model)}; allowed is a torch.nn.Module{_made(model)}")
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if nn.parameter.is_lazy(tensor):
+            raise UsageError(
+                f"model: {name} of a lazy layer has no shape yet; call the model once, with a batch, before"
+            )
     functions = {"loss": loss, "on_device": on_device}
     if metrics is not None and not isinstance(metrics, Mapping):
         raise UsageError(f"metrics={_shown(metrics)}; allowed is a dict from names to functions of (outputs, targets)")

@@ -14,7 +14,7 @@ from torch import Tensor, fx
 from onebox.errors import UsageError
 from onebox.graph.capture.export import Captured
 from onebox.graph.capture.joint import Joint, Port
-from onebox.graph.capture.locate import place_of_node
+from onebox.graph.capture.locate import node_refusal, place_of_node
 from onebox.graph.lower.element_types import require_types
 from onebox.graph.lower.layouts import read_in_order, state_strides
 from onebox.graph.lower.loss_divisors import Divisor, Measure, loss_divisors, normalises_by_batch, with_measures
@@ -201,6 +201,25 @@ class TracedModel:
         self._order = {node: number for number, node in enumerate(joint.graph.nodes)}
         self._places = {node: place for place, (node, _) in enumerate(joint.inputs)}
         self._readers = self._find_readers()
+
+    def require(self, known: Collection[str]) -> None:
+        """Require that its programs call only operators that workers have.
+
+        Args:
+            known: Their names.
+
+        Raises:
+            CaptureError: They call another one; the message names the line.
+        """
+        needed = _ancestors([node for node, _ in (*self._kept, *self._gradients)])
+        for node in self._joint.graph.nodes:
+            if (
+                node in needed
+                and node.op == "call_function"
+                and not picks(node)
+                and str(runs_as(node.target)) not in known
+            ):
+                raise node_refusal(node, f"it calls {node.target}, which workers do not have", "Use other operators")
 
     def halved(self) -> TracedModel:
         """Return the model with backward in halves, too, without another trace."""

@@ -24,6 +24,7 @@ from onebox.graph.capture.symbolic_sizes import Varying
 from onebox.pool import DeviceInfo
 from onebox.trainer_options import Numerics, SegmentCosts
 from onebox.wire import TensorSpec
+from onebox.worker.sandbox.allow_list import pinned_names
 
 _LOG = logging.getLogger("onebox")
 
@@ -357,7 +358,9 @@ class Captures:
 
     def _model(self, captured: Captured, *, train: bool) -> TracedModel:
         measured = self.recipe.reduction is None or (not train and bool(self.recipe.metrics))
-        return TracedModel(captured, backward=train, trained=self.recipe.trained, measured=measured)
+        made = TracedModel(captured, backward=train, trained=self.recipe.trained, measured=measured)
+        made.require(pinned_names())
+        return made
 
     def _plain_capture(
         self, example: tuple[Any, Any], *, train: bool, probe: bool = False, varying: Varying | None = None

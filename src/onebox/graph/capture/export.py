@@ -42,7 +42,12 @@ Precision = Literal["fp32", "bf16", "auto"]
 Loss = Callable[[Any, Any], Tensor]
 Metrics = Mapping[str, Callable[[Any, Any], Tensor]]
 
-_LOGGERS = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes", "torch._functorch")
+_LOGGERS = (
+    "torch._functorch",
+    "torch._guards",
+    "torch._subclasses.fake_tensor",
+    "torch.fx.experimental.symbolic_shapes",
+)
 """PyTorch's loggers whose messages repeat the error's."""
 
 
@@ -322,6 +327,7 @@ def capture(
     ]
     with contextlib.ExitStack() as stack:
         stack.enter_context(_mode(wrapper, mode))
+        stack.enter_context(quiet())
         moved = stack.enter_context(on_host(wrapper))
         read_by_dynamo = next((each for each in known if each.serve(example) and each.changed is None), None)
         if guards and read_by_dynamo is None:
@@ -334,7 +340,6 @@ def capture(
                 unread = unreadable(error, name)
         stack.enter_context(torch.random.fork_rng(devices=[]))
         stack.enter_context(portable_operators(device_type))
-        stack.enter_context(quiet())
         stack.enter_context(_nondeterministic_traced())
         stack.enter_context(transparent())
         tensors = tuple(leaf for leaf in pytree.tree_leaves(example) if isinstance(leaf, Tensor))

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor, autograd, nn
 from torch.utils import _pytree as pytree
 
 from onebox.errors import CaptureError
@@ -49,10 +49,17 @@ _ATTRIBUTE = re.compile(r"hasattr\((.*), '(\w+)'\)")
 _MOST_BYTES = 1 << 16
 """Bytes of an array up to which its contents are compared."""
 
+_LOGGING = ("debug", "info", "warning", "error", "exception", "critical", "log")
+
 _SETTINGS: dict[str, Any] = {
     "allow_rnn": True,
     "automatic_dynamic_shapes": False,
     "compiled_autograd": True,
+    "ignore_logging_functions": {
+        print,
+        warnings.warn,
+        *(getattr(owner, name) for owner in (logging, logging.Logger) for name in _LOGGING),
+    },
     "skip_nnmodule_hook_guards": False,
     "specialize_float": True,
     "specialize_int": True,
@@ -267,10 +274,12 @@ def read_step(
     Raises:
         Exception: Whatever Dynamo raises where it cannot read the code.
     """
-    inputs, targets = pytree.tree_map_only(Tensor, _sized, example)
-    given = {"model": model, "loss": loss, "metrics": dict(metrics), "on_device": on_device}
+    inputs = pytree.tree_map_only(Tensor, _sized, example[0])
+    targets = pytree.tree_map_only(Tensor, lambda x: _sized(x.long() if x.dtype == torch.uint8 else x), example[1])
+    given: dict[str, Any] = {"model": model, "loss": loss, "metrics": dict(metrics), "on_device": on_device}
     with _without_hooks_of_backward([each for each in (model, loss) if isinstance(each, nn.Module)]):
-        return _read(_step, {**given, "inputs": inputs, "targets": targets}, evaluated=evaluated, moved=moved)
+        given |= {"inputs": inputs, "targets": targets}
+        return _read(_step, given, example, evaluated=evaluated, moved=moved)
 
 
 def read_hook(hook: Callable[..., Any], given: tuple[Any, ...]) -> Guards:
@@ -284,7 +293,7 @@ def read_hook(hook: Callable[..., Any], given: tuple[Any, ...]) -> Guards:
         Exception: As of :func:`read_step`.
         CaptureError: It changes what it reads.
     """
-    guards = _read(_call, {"hook": hook, "inputs": given}, evaluated=False, moved=False)
+    guards = _read(_call, {"hook": hook, "inputs": given}, (given, None), evaluated=False, moved=False)
     restore = guards.kept()
     hook(*given)
     changed = guards.changed
@@ -294,12 +303,20 @@ def read_hook(hook: Callable[..., Any], given: tuple[Any, ...]) -> Guards:
     return guards
 
 
-def _read(function: Callable[..., None], given: Mapping[str, Any], *, evaluated: bool, moved: bool) -> Guards:
+def _read(
+    function: Callable[..., None],
+    given: Mapping[str, Any],
+    example: tuple[Any, Any],
+    *,
+    evaluated: bool,
+    moved: bool,
+) -> Guards:
     """Let Dynamo read a function of this file with all that it calls.
 
     Args:
         function: The function.
         given: Its arguments, by name.
+        example: Inputs and targets as they came.
         evaluated: As for :func:`read_step`.
         moved: Likewise.
     """
@@ -323,7 +340,7 @@ def _read(function: Callable[..., None], given: Mapping[str, Any], *, evaluated:
         return chosen
 
     alone = types.FunctionType(function.__code__, {"__name__": __name__, "__builtins__": __builtins__})
-    with config.patch(_SETTINGS), get_metrics_context(), _quiet():
+    with config.patch(_SETTINGS), get_metrics_context(), _quiet(), _contexts_ignored():
         captured: Any = fullgraph_capture(alone, tuple(given.values())).graph_capture_output
         graph = captured.output_graph
         graph.skip_guards_check = True  # they hold for other inputs, too
@@ -332,7 +349,6 @@ def _read(function: Callable[..., None], given: Mapping[str, Any], *, evaluated:
                 graph.guards.add(guard.originating_source.make_guard(GuardBuilder.ID_MATCH))
         batch = _sizes_served(graph.shape_env)
         manager = captured.build_guards(alone.__code__, Hooks(guard_filter_fn=wanted)).guard_manager
-    example = given["inputs"], given.get("targets")
     empty = {
         name: pytree.tree_map_only(Tensor, lambda x: x.new_empty(0), given[name]) for name in _EXAMPLE & given.keys()
     }
@@ -378,6 +394,8 @@ def _is_of_python(entry: Any, *, evaluated: bool) -> bool:
     if "__builtins_dict__" in entry.orig_guard.name or (evaluated and entry.name.endswith(".training")):
         return False
     if getattr(entry.value, "__module__", None) == nn.Module.__module__:  # tracers replace methods of every module
+        return False
+    if entry.value is _nothing:
         return False
     return entry.guard_type not in _OF_A_STEP and not entry.name.endswith(_OF_BACKWARD)
 
@@ -440,6 +458,23 @@ def _quiet() -> Iterator[None]:
             yield
     finally:
         logger.setLevel(before)
+
+
+def _nothing(*_: object, **__: object) -> None: ...
+
+
+@contextlib.contextmanager
+def _contexts_ignored() -> Iterator[None]:
+    """Let ``save_on_cpu``, which a trace ignores, do nothing."""
+    kind = autograd.graph.save_on_cpu
+    before = {name: vars(kind).get(name) for name in ("__init__", "__enter__", "__exit__")}
+    for name in before:
+        setattr(kind, name, _nothing)
+    try:
+        yield
+    finally:
+        for name, own in before.items():
+            delattr(kind, name) if own is None else setattr(kind, name, own)
 
 
 class Watch:

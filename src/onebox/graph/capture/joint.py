@@ -15,7 +15,9 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, fx, nn
 from torch._functorch._aot_autograd.descriptors import (
+    BackwardTokenAOTInput,
     BufferAOTInput,
+    ForwardTokenAOTInput,
     GradAOTOutput,
     InputMutationAOTOutput,
     ParamAOTInput,
@@ -144,6 +146,7 @@ def trace(
         graph = joint.graph_module.graph
         if repeated is not None:
             repeated.put(graph)
+        _state_checks(graph)
         _forget_statistics(graph)
         widen_statistics(graph)
         if device_type != "cpu":
@@ -250,6 +253,36 @@ def _outputs(graph: fx.Graph, state: Mapping[str, str]) -> list[tuple[fx.Node, P
         elif isinstance(desc, InputMutationAOTOutput):
             found.append((node, Port("update", _written_buffer(node, desc.mutated_input, state))))
     return found
+
+
+def _state_checks(graph: fx.Graph) -> None:
+    """Replace checks of results of linear algebra, which the tracer orders by tokens, by assertions."""
+    for node in graph.find_nodes(op="call_function", target=torch.ops.higher_order.with_effects):
+        token, check, *given = node.args
+        if check is not torch.ops.aten._linalg_check_errors.default:
+            raise node_refusal(node, f"{check} has an effect besides its result", "Leave it out")
+        for made in list(node.users):  # the next token, as a check has no result
+            made.replace_all_uses_with(token)
+            graph.erase_node(made)
+        failed = "a matrix is singular, or not positive-definite: the computation could not be completed"
+        with graph.inserting_before(node):
+            right = _added(graph, node, torch.ops.aten.eq.Scalar, given[0], 0)
+            right = _added(graph, node, torch.ops.aten.all.default, right)
+            graph.call_function(torch.ops.aten._assert_async.msg, (right, f"{given[1]}: {failed}")).meta = dict(
+                node.meta
+            )
+        graph.erase_node(node)
+    for node in graph.find_nodes(op="placeholder"):
+        if isinstance(node.meta["desc"], ForwardTokenAOTInput | BackwardTokenAOTInput):
+            node.replace_all_uses_with(None)
+            graph.erase_node(node)
+
+
+def _added(graph: fx.Graph, like: fx.Node, target: Any, source: fx.Node, *rest: Any) -> fx.Node:
+    """Add an operator where another one is."""
+    made = graph.call_function(target, (source, *rest))
+    made.meta = {**like.meta, "val": target(source.meta["val"], *rest)}
+    return made
 
 
 _ASSERTIONS = {

@@ -254,7 +254,7 @@ class TracedCalls(TorchFunctionMode):
         if any(map(_is_foreign, pytree.tree_leaves((args, kwargs)))):
             args, kwargs = pytree.tree_map(self._traced, (args, kwargs))
             self._refuse_writes(func, args, kwargs)
-        self._refuse_leaving(func, args)
+        self._refuse_leaving(func, args, kwargs)
         if func is Tensor.register_hook:
             args = (args[0], self._observed(args[1]))
         if args and _writes(func):
@@ -406,13 +406,18 @@ class TracedCalls(TorchFunctionMode):
                 "Make it a buffer: self.register_buffer(...)",
             )
 
-    def _refuse_leaving(self, func: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    def _refuse_leaving(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         if func in _LEAVES and args and is_traced(args[0]):
             raise self._leaving(getattr(func, "__name__", "this call"))
         if func in _BACKWARD:
             raise self._refusal(
                 f"forward calls {func.__name__}, which needs gradients that are accumulated",
                 "Use torch.autograd.grad(..., create_graph=True), or a hook of register_hook",
+            )
+        if any(isinstance(value, torch.Generator) for value in (*args, *kwargs.values())):
+            raise self._refusal(
+                "forward draws from a torch.Generator, which workers do not have",
+                "Draw without generator=: the numbers are made on the workers, from the seed of the run",
             )
         if func in (_SET_DATA, _SET_GRAD):
             what = ".data" if func == _SET_DATA else ".grad"
