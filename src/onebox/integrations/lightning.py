@@ -289,6 +289,9 @@ class _Calls:
         Raises:
             UsageError: It returns or logs something else than the loss.
         """
+        if torch.compiler.is_dynamo_compiling():  # which reads the user's code alone
+            found = step()
+            return found["loss"] if isinstance(found, dict) else found
         self._now.clear()
         found = step()
         loss = found["loss"] if isinstance(found, Mapping) and set(found) == {"loss"} else found
@@ -316,7 +319,8 @@ class _Calls:
 
     def log(self, name: str, value: Any, prog_bar: bool = False, **named: Any) -> None:
         """Note a call of ``log``."""
-        self._now.append((name, value, {"prog_bar": prog_bar, **named}))
+        if not torch.compiler.is_dynamo_compiling():
+            self._now.append((name, value, {"prog_bar": prog_bar, **named}))
 
     @contextlib.contextmanager
     def recorded(self) -> Iterator[None]:

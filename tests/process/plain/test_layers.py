@@ -327,6 +327,62 @@ def numpy_in_forward(way: Way) -> None:
     train(way, Classified(nn.Linear(8, 4), lambda front, x: front(torch.from_numpy(x.numpy() * 2)), 4))
 
 
+def matrices(h: Tensor) -> Tensor:
+    """Return positive-definite matrices [B, 8, 8]."""
+    return torch.eye(h.shape[1]) + h[:, :, None] * h[:, None]
+
+
+@case(vgpu=None)
+def linear_equations(way: Way) -> None:
+    train(way, Between(lambda module, h: torch.linalg.solve(matrices(h), h[..., None])[..., 0]))
+
+
+@case(vgpu=None)
+def inverse_matrices(way: Way) -> None:
+    train(way, Between(lambda module, h: torch.linalg.inv(matrices(h)).sum(1)))
+
+
+@case(vgpu=None)
+def triangular_factors(way: Way) -> None:
+    train(way, Between(lambda module, h: torch.linalg.cholesky(matrices(h)).sum(1)))
+
+
+@case()
+def distributions_that_check_their_arguments(way: Way) -> None:
+    def likely(module: Any, h: Tensor) -> Tensor:
+        return torch.distributions.Normal(h, F.softplus(h) + 0.1).log_prob(h.detach() + 1)
+
+    train(way, Between(likely))
+
+
+@case()
+def checks_of_sizes(way: Way) -> None:
+    def checked(module: Any, h: Tensor) -> Tensor:
+        torch._check(h.shape[1] == 8, lambda: "eight features")
+        return h.tanh()
+
+    train(way, Between(checked))
+
+
+@case(trainer=refused(r"test_layers\.py:\d+.*draws from a torch\.Generator"), vgpu=None)
+def a_generator_in_forward(way: Way) -> None:
+    generator = torch.Generator().manual_seed(0)
+    train(way, Between(lambda module, h: h + torch.randn(8, generator=generator)))
+
+
+@case(trainer=refused(r"test_layers\.py:\d+.*workers do not have"), vgpu=None)
+def an_operator_that_workers_do_not_have(way: Way) -> None:
+    def means(module: Any, h: Tensor) -> Tensor:
+        return h + torch.segment_reduce(h, "mean", lengths=torch.tensor([2, len(h) - 2]), axis=0).sum(0)
+
+    train(way, Between(means))
+
+
+@case(trainer=refused("lazy layer has no shape yet"), vgpu=None)
+def lazy_layers(way: Way) -> None:
+    train(way, nn.Sequential(nn.LazyLinear(8), nn.ReLU(), nn.Linear(8, 4)))
+
+
 @case()
 def print_in_forward(way: Way) -> None:
     train(way, Between(lambda module, h: (print(h.shape, end=""), h)[1]))

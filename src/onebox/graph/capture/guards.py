@@ -274,12 +274,23 @@ def read_step(
     Raises:
         Exception: Whatever Dynamo raises where it cannot read the code.
     """
-    inputs = pytree.tree_map_only(Tensor, _sized, example[0])
-    targets = pytree.tree_map_only(Tensor, lambda x: _sized(x.long() if x.dtype == torch.uint8 else x), example[1])
     given: dict[str, Any] = {"model": model, "loss": loss, "metrics": dict(metrics), "on_device": on_device}
     with _without_hooks_of_backward([each for each in (model, loss) if isinstance(each, nn.Module)]):
-        given |= {"inputs": inputs, "targets": targets}
-        return _read(_step, given, example, evaluated=evaluated, moved=moved)
+        return _read(_step, given | _as_read(example), example, evaluated=evaluated, moved=moved)
+
+
+def _as_read(example: tuple[Any, Any]) -> dict[str, Any]:
+    """Return inputs and targets for Dynamo, which lacks the conversions of labels that kernels make."""
+
+    def of(tensor: Tensor) -> Tensor:
+        made = tensor.detach()
+        if made.dim():
+            torch._dynamo.maybe_mark_dynamic(made, 0)  # it is told what the code makes of the number of samples
+        return made
+
+    inputs = pytree.tree_map_only(Tensor, of, example[0])
+    targets = pytree.tree_map_only(Tensor, lambda x: of(x.long() if x.dtype == torch.uint8 else x), example[1])
+    return {"inputs": inputs, "targets": targets}
 
 
 def read_hook(hook: Callable[..., Any], given: tuple[Any, ...]) -> Guards:
@@ -293,7 +304,7 @@ def read_hook(hook: Callable[..., Any], given: tuple[Any, ...]) -> Guards:
         Exception: As of :func:`read_step`.
         CaptureError: It changes what it reads.
     """
-    guards = _read(_call, {"hook": hook, "inputs": given}, (given, None), evaluated=False, moved=False)
+    guards = _read(_call, {"hook": hook, "inputs": given}, (given, None), evaluated=False)
     restore = guards.kept()
     hook(*given)
     changed = guards.changed
@@ -309,7 +320,7 @@ def _read(
     example: tuple[Any, Any],
     *,
     evaluated: bool,
-    moved: bool,
+    moved: bool = False,
 ) -> Guards:
     """Let Dynamo read a function of this file with all that it calls.
 
@@ -340,7 +351,7 @@ def _read(
         return chosen
 
     alone = types.FunctionType(function.__code__, {"__name__": __name__, "__builtins__": __builtins__})
-    with config.patch(_SETTINGS), get_metrics_context(), _quiet(), _contexts_ignored():
+    with config.patch(_SETTINGS), get_metrics_context(), _quiet(), _contexts_ignored(), _on_host():
         captured: Any = fullgraph_capture(alone, tuple(given.values())).graph_capture_output
         graph = captured.output_graph
         graph.skip_guards_check = True  # they hold for other inputs, too
@@ -360,14 +371,6 @@ def _described(example: tuple[Any, Any]) -> tuple[Any, list[Any], list[torch.Siz
     leaves, nesting = pytree.tree_flatten(example)
     kinds = [leaf.dtype if isinstance(leaf, Tensor) else (type(leaf), leaf) for leaf in leaves]
     return nesting, kinds, [leaf.shape for leaf in leaves if isinstance(leaf, Tensor)]
-
-
-def _sized(tensor: Tensor) -> Tensor:
-    """Return a tensor of whose number of samples Dynamo tells what the code makes of it."""
-    alone = tensor.detach()
-    if alone.dim():
-        torch._dynamo.maybe_mark_dynamic(alone, 0)
-    return alone
 
 
 def _sizes_served(sizes: Any) -> Callable[[int], bool]:
@@ -395,7 +398,7 @@ def _is_of_python(entry: Any, *, evaluated: bool) -> bool:
         return False
     if getattr(entry.value, "__module__", None) == nn.Module.__module__:  # tracers replace methods of every module
         return False
-    if entry.value is _nothing:
+    if entry.value is _nothing or entry.name.endswith("._validate_args"):
         return False
     return entry.guard_type not in _OF_A_STEP and not entry.name.endswith(_OF_BACKWARD)
 
@@ -465,16 +468,52 @@ def _nothing(*_: object, **__: object) -> None: ...
 
 @contextlib.contextmanager
 def _contexts_ignored() -> Iterator[None]:
-    """Let ``save_on_cpu``, which a trace ignores, do nothing."""
-    kind = autograd.graph.save_on_cpu
+    """Let ``save_on_cpu``, which a trace ignores, do nothing, and distributions not decide whether values are valid."""
+    kind, checked = autograd.graph.save_on_cpu, torch.distributions.Distribution._validate_args
     before = {name: vars(kind).get(name) for name in ("__init__", "__enter__", "__exit__")}
     for name in before:
         setattr(kind, name, _nothing)
+    torch.distributions.Distribution.set_default_validate_args(False)
     try:
         yield
     finally:
+        torch.distributions.Distribution.set_default_validate_args(checked)
         for name, own in before.items():
             delattr(kind, name) if own is None else setattr(kind, name, own)
+
+
+@contextlib.contextmanager
+def _on_host() -> Iterator[None]:
+    """Let Dynamo read the host for every device that code names."""
+    from torch._dynamo.variables import ConstantVariable, TensorVariable, TorchInGraphFunctionVariable
+
+    called: Any = TensorVariable.call_method
+    function_called: Any = TorchInGraphFunctionVariable.call_function
+
+    def hosted(value: Any) -> Any:
+        found = value.realize()
+        named = found.is_python_constant() and isinstance(found.as_python_constant(), str | torch.device)
+        return ConstantVariable.create(torch.device("cpu")) if named else found
+
+    def call_method(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
+        if name == "cuda":
+            return self
+        given = [hosted(value) for value in args] if name == "to" else args
+        return called(self, tx, name, given, all_hosted(kwargs))
+
+    def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        return function_called(self, tx, args, all_hosted(kwargs))
+
+    def all_hosted(kwargs: Any) -> dict[str, Any]:
+        return {key: hosted(value) if key == "device" else value for key, value in kwargs.items()}
+
+    TensorVariable.call_method = call_method  # type: ignore[method-assign]
+    TorchInGraphFunctionVariable.call_function = call_function  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        TorchInGraphFunctionVariable.call_function = function_called  # type: ignore[method-assign]
+        TensorVariable.call_method = called  # type: ignore[method-assign]
 
 
 class Watch:

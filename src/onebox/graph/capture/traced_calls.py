@@ -57,6 +57,11 @@ _CLASSES = (
 )
 _DISTANCES = frozenset({functional.mse_loss, functional.smooth_l1_loss, functional.huber_loss})
 
+_VALIDATION = torch.distributions.distribution.__file__
+_CHECK = torch._check_tensor_all_with.__code__
+_VALIDATING = frozenset({torch._is_all_true, Tensor._is_all_true, Tensor.__bool__, Tensor.item})
+"""Calls by which checks of values end in a decision."""
+
 _MOST_ZEROS = 1 << 26
 """Elements of the tensors of a call up to which it is made again."""
 
@@ -158,6 +163,25 @@ def _like(value: Any) -> Any:
     return _Like(value.dtype, tuple(value.shape)) if isinstance(value, Tensor) else value
 
 
+def _validates(frame: FrameType | None) -> bool:
+    """Return whether a distribution, or ``torch._check_tensor_all``, is about to decide whether values are valid."""
+    for _ in range(4):  # other modes, and the method of a traced tensor, are between
+        if frame is None or frame.f_code.co_filename == _VALIDATION or frame.f_code is _CHECK:
+            return frame is not None
+        frame = frame.f_back
+    return False
+
+
+def _validated(func: Callable[..., Any], value: Tensor) -> Any:
+    """Check values where they are computed, in place of a decision."""
+    if func in (torch._is_all_true, Tensor._is_all_true):
+        return value.all()
+    torch._assert_async(
+        value, "values do not satisfy a check (of torch._check_tensor_all, or a distribution's constraint)"
+    )
+    return True
+
+
 def _blank(value: Tensor) -> Tensor:
     """Return zeros in the shape of a traced tensor, of which two take the place of a symbol."""
     sizes = [size if isinstance(size, int) else 2 for size in value.shape]
@@ -255,6 +279,8 @@ class TracedCalls(TorchFunctionMode):
             args, kwargs = pytree.tree_map(self._traced, (args, kwargs))
             self._refuse_writes(func, args, kwargs)
         self._refuse_leaving(func, args, kwargs)
+        if func in _VALIDATING and _validates(sys._getframe(1)):
+            return _validated(func, args[0])
         if func is Tensor.register_hook:
             args = (args[0], self._observed(args[1]))
         if args and _writes(func):
@@ -437,6 +463,11 @@ class TracedCalls(TorchFunctionMode):
             return self._refusal(
                 f"{called} computes in a space whose size depends on the values of the lengths",
                 "A Trainer cannot train with it",
+            )
+        if self.layer is not None and self.layer[1].endswith("Experts"):
+            return self._refusal(
+                f"{called} decides by values which experts compute",
+                'Where they are those of transformers, set experts_implementation="batched_mm" in the configuration',
             )
         return self._refusal(
             f"{called} makes a number or a shape out of the values of a tensor",

@@ -437,3 +437,40 @@ def test_what_forward_changes_and_reads_is_refused(kind: str, monkeypatch: pytes
         assert "changes" in str(error) or "writes" in str(error)
     else:
         assert captured.unread is not None, "a value of the first step stays in the graph"
+
+
+def test_without_guards_the_code_is_run_once() -> None:
+    generator = np.random.default_rng(0)
+    model = Model(lambda self, y: y * self.k * generator.random(), k=1.0)
+    captured = capture(model, mse_loss, EXAMPLE, guards=False)
+    assert captured.unread is None
+    model.k = 2.0
+    assert captured.watch.changed is None
+
+
+def test_what_was_read_for_one_number_of_samples_serves_others() -> None:
+    model = Model(lambda self, y: y * (self.k if len(y) < 5 else self.other), k=1.0, other=2.0)
+    (guards,) = capture(model, mse_loss, EXAMPLE).watch.guards
+    known = [
+        capture(model, mse_loss, (torch.zeros(size, 4), torch.zeros(size, 4)), known=[guards]).watch.guards
+        for size in (3, 4, 5, 1)
+    ]
+    assert [read == [guards] for read in known] == [True, True, False, False]
+
+
+def test_what_was_read_of_one_shape_is_not_of_another() -> None:
+    model = Model(lambda self, y: y)
+    (guards,) = capture(model, mse_loss, EXAMPLE).watch.guards
+    assert not guards.serve((torch.zeros(3, 4), torch.zeros(3, 1)))
+    assert not guards.serve((torch.zeros(3, 4), torch.zeros(3, 4, dtype=torch.float64)))
+    assert not guards.serve(((torch.zeros(3, 4),), torch.zeros(3, 4)))
+
+
+def test_a_watch_covers_another_one_that_reads_less() -> None:
+    model = Model(lambda self, y: y * self.k, k=1.0)
+    more = capture(model, mse_loss, EXAMPLE).watch
+    less = capture(model, mse_loss, EXAMPLE, mode="evaluate").watch
+    assert more.covers(less)
+    assert more.covers(more)
+    other = capture(Model(lambda self, y: y * self.q, q=1.0), mse_loss, EXAMPLE).watch
+    assert not more.covers(other)
