@@ -14,6 +14,7 @@ import logging
 import os
 import random
 import re
+import threading
 import types
 import warnings
 from collections import deque
@@ -74,6 +75,7 @@ _EXAMPLE = frozenset({"inputs", "targets"})
 _FUNCTIONS = (types.FunctionType, property, classmethod, staticmethod)
 
 _MISSING = object()
+_NO_PLACE = (AttributeError, IndexError, KeyError, SyntaxError, TypeError, ValueError)
 
 
 class Guards:
@@ -159,7 +161,7 @@ class Guards:
         """Return what is at one of Dynamo's names now."""
         try:
             return self._found(ast.parse(name, mode="eval").body)
-        except (AttributeError, KeyError, IndexError, SyntaxError, TypeError, ValueError):
+        except _NO_PLACE:
             return _MISSING
 
     def _found(self, node: ast.expr) -> Any:
@@ -184,7 +186,6 @@ class Guards:
         """Return a function that restores what was read to its present state, as far as it is plain values."""
         held = [(value, value.copy()) for value in self.read.values() if type(value) in _HELD]
         drawn = [(value, value.getstate()) for value in self.read.values() if isinstance(value, random.Random)]
-        values = [(name, value) for name in self.read if isinstance(value := self._present(name), PLAIN)]
 
         def restore() -> None:
             for value, before in held:
@@ -193,10 +194,12 @@ class Guards:
                     value.update(before) if isinstance(value, dict | set) else value.extend(before)
             for value, state in drawn:
                 value.setstate(state)
-            for name, before in values:
-                if self._present(name) is not before:
-                    with contextlib.suppress(AttributeError, TypeError):
-                        self._assign(name, before)
+            if not self._manager.check(self._scope):
+                for name, before in self.read.items():
+                    now = self._present(name) if isinstance(before, PLAIN) else before
+                    if type(now) is not type(before) or (now is not before and now != before):
+                        with contextlib.suppress(*_NO_PLACE):
+                            self._assign(name, before)
 
         return restore
 
@@ -487,6 +490,7 @@ def _on_host() -> Iterator[None]:
     """Let Dynamo read the host for every device that code names."""
     from torch._dynamo.variables import ConstantVariable, TensorVariable, TorchInGraphFunctionVariable
 
+    mine = threading.get_ident()
     called: Any = TensorVariable.call_method
     function_called: Any = TorchInGraphFunctionVariable.call_function
 
@@ -496,13 +500,15 @@ def _on_host() -> Iterator[None]:
         return ConstantVariable.create(torch.device("cpu")) if named else found
 
     def call_method(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
+        if threading.get_ident() != mine:
+            return called(self, tx, name, args, kwargs)
         if name == "cuda":
             return self
         given = [hosted(value) for value in args] if name == "to" else args
         return called(self, tx, name, given, all_hosted(kwargs))
 
     def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-        return function_called(self, tx, args, all_hosted(kwargs))
+        return function_called(self, tx, args, all_hosted(kwargs) if threading.get_ident() == mine else kwargs)
 
     def all_hosted(kwargs: Any) -> dict[str, Any]:
         return {key: hosted(value) if key == "device" else value for key, value in kwargs.items()}
