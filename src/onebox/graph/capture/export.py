@@ -42,6 +42,9 @@ Precision = Literal["fp32", "bf16", "auto"]
 Loss = Callable[[Any, Any], Tensor]
 Metrics = Mapping[str, Callable[[Any, Any], Tensor]]
 
+_SYMBOLIC_FROM = 2
+"""Number of numbers of samples from which Dynamo reads the code for all further ones."""
+
 _LOGGERS = (
     "torch._functorch",
     "torch._guards",
@@ -331,11 +334,14 @@ def capture(
         moved = stack.enter_context(on_host(wrapper))
         read_by_dynamo = next((each for each in known if each.serve(example) and each.changed is None), None)
         if guards and read_by_dynamo is None:
+            options = {
+                "evaluated": mode == "evaluate",
+                "moved": moved,
+                "symbolic": sum(each.differ_in_samples(example) for each in known) >= _SYMBOLIC_FROM,
+            }
             try:
                 with wrapper.in_precision(), contextlib.nullcontext() if backward else torch.no_grad():
-                    read_by_dynamo = read_step(
-                        model, loss, wrapper.metrics, on_device, example, evaluated=mode == "evaluate", moved=moved
-                    )
+                    read_by_dynamo = read_step(model, loss, wrapper.metrics, on_device, example, **options)
             except Exception as error:
                 unread = unreadable(error, name)
         stack.enter_context(torch.random.fork_rng(devices=[]))

@@ -119,12 +119,16 @@ class Guards:
 
     def serve(self, example: tuple[Any, Any]) -> bool:
         """Return whether the code reads the same for inputs and targets of other sizes."""
-        nesting, kinds, shapes = _described(example)
-        if (nesting, kinds) != self._example[:2]:
-            return False
-        alike = [shape[1:] for shape in shapes] == [shape[1:] for shape in self._example[2]]
-        sizes = {shape[0] for shape in shapes if shape}
-        return shapes == self._example[2] or (alike and len(sizes) == 1 and self._batch(*sizes))
+        sizes = {shape[0] for shape in _described(example)[2] if shape}
+        return _described(example) == self._example or (
+            self.differ_in_samples(example) and len(sizes) == 1 and self._batch(*sizes)
+        )
+
+    def differ_in_samples(self, example: tuple[Any, Any]) -> bool:
+        """Return whether inputs and targets differ from those that were read in their number of samples at most."""
+        (nesting, kinds, shapes), (own_nesting, own_kinds, own_shapes) = _described(example), self._example
+        alike = [shape[1:] for shape in shapes] == [shape[1:] for shape in own_shapes]
+        return alike and (nesting, kinds) == (own_nesting, own_kinds)
 
     @property
     def changed(self) -> str | None:
@@ -262,6 +266,7 @@ def read_step(
     *,
     evaluated: bool,
     moved: bool,
+    symbolic: bool = False,
 ) -> Guards:
     """Let Dynamo read the code of a step.
 
@@ -273,21 +278,29 @@ def read_step(
         example: Inputs and targets.
         evaluated: Whether all modules are set to evaluate, whatever their modes are otherwise.
         moved: Whether tensors of the model have been replaced by others for now.
+        symbolic: Whether it is to serve other numbers of samples, too; it takes up to four times as long.
 
     Raises:
         Exception: Whatever Dynamo raises where it cannot read the code.
     """
     given: dict[str, Any] = {"model": model, "loss": loss, "metrics": dict(metrics), "on_device": on_device}
     with _without_hooks_of_backward([each for each in (model, loss) if isinstance(each, nn.Module)]):
-        return _read(_step, given | _as_read(example), example, evaluated=evaluated, moved=moved)
+        return _read(
+            _step,
+            given | _as_read(example, symbolic=symbolic),
+            example,
+            evaluated=evaluated,
+            moved=moved,
+            symbolic=symbolic,
+        )
 
 
-def _as_read(example: tuple[Any, Any]) -> dict[str, Any]:
+def _as_read(example: tuple[Any, Any], *, symbolic: bool) -> dict[str, Any]:
     """Return inputs and targets for Dynamo, which lacks the conversions of labels that kernels make."""
 
     def of(tensor: Tensor) -> Tensor:
         made = tensor.detach()
-        if made.dim():
+        if symbolic and made.dim():
             torch._dynamo.maybe_mark_dynamic(made, 0)  # it is told what the code makes of the number of samples
         return made
 
@@ -324,6 +337,7 @@ def _read(
     *,
     evaluated: bool,
     moved: bool = False,
+    symbolic: bool = False,
 ) -> Guards:
     """Let Dynamo read a function of this file with all that it calls.
 
@@ -333,6 +347,7 @@ def _read(
         example: Inputs and targets as they came.
         evaluated: As for :func:`read_step`.
         moved: Likewise.
+        symbolic: Likewise.
     """
     from torch._dynamo import config
     from torch._dynamo.convert_frame import fullgraph_capture
@@ -361,7 +376,7 @@ def _read(
         for guard in () if moved else list(graph.guards):
             if guard.create_fn_name() == "TENSOR_MATCH" and not _ELSEWHERE.search(guard.name):
                 graph.guards.add(guard.originating_source.make_guard(GuardBuilder.ID_MATCH))
-        batch = _sizes_served(graph.shape_env)
+        batch = _sizes_served(graph.shape_env) if symbolic else lambda size: False
         manager = captured.build_guards(alone.__code__, Hooks(guard_filter_fn=wanted)).guard_manager
     empty = {
         name: pytree.tree_map_only(Tensor, lambda x: x.new_empty(0), given[name]) for name in _EXAMPLE & given.keys()
