@@ -45,12 +45,14 @@ METHODS = {
 
 REPLACED = {
     "graph/capture/attention.py": {"types.FunctionType"},
+    "graph/capture/guards.py": {"types.FunctionType"},
     "vgpu/distributed/ranks.py": {"torch.multiprocessing.spawn", "torch.multiprocessing.spawn.ProcessRaisedException"},
     "pool/sharing/attached_pool.py": {"multiprocessing.util", "multiprocessing.util.Finalize"},
     "vgpu/integration/serialization.py": {"multiprocessing.reduction", "multiprocessing.reduction.ForkingPickler"},
 }
 """Names that scripts use and that are given something else to do here: ranks are threads, and nothing is pickled. A
-function of PyTorch itself that is called with another attention. And the end of a process of ``multiprocessing``."""
+function of PyTorch itself that is called with another attention; two of onebox's own, with globals to which PyTorch may
+add names. And the end of a process of ``multiprocessing``."""
 
 
 def sources() -> list[Path]:

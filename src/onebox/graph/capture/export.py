@@ -32,7 +32,7 @@ from onebox.graph.capture.python_state import SideEffects
 from onebox.graph.capture.recurrent import WholeRecurrent
 from onebox.graph.capture.repeated.layers import RepeatedLayers
 from onebox.graph.capture.symbolic_sizes import Varying
-from onebox.graph.capture.traced_calls import Layer, TracedCalls, fails_in_backward, require_plain
+from onebox.graph.capture.traced_calls import Layer, TracedCalls, fails_in_backward, let_go, require_plain
 from onebox.graph.capture.transparent_contexts import transparent
 
 Mode = Literal["train", "evaluate"]
@@ -390,6 +390,8 @@ def capture(
 def _with_hooks(guards: Guards, calls: TracedCalls, name: str) -> tuple[list[Guards], CaptureError | None]:
     """Let Dynamo read the hooks of gradients that a trace has called; return all guards, or why it cannot."""
     try:
+        for hook, _ in calls.hooks.values():
+            let_go(hook)
         return [guards, *(read_hook(hook, given) for hook, given in calls.hooks.values())], None
     except OneboxError:
         raise

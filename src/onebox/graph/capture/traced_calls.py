@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import CellType, FrameType, FunctionType
+from types import CellType, FrameType
 from typing import Any
 
 import torch
@@ -189,14 +189,11 @@ def _blank(value: Tensor) -> Tensor:
         return torch.zeros(sizes, dtype=value.dtype)
 
 
-def _apart(hook: Any) -> Any:
-    """Return a hook that does not hold on to traced tensors: with zeros in their place."""
-    cells = getattr(hook, "__closure__", None) or ()
-    held = [cell for cell in cells if is_traced(_contents(cell))]
-    if not held or not isinstance(hook, FunctionType):
-        return hook
-    closure = tuple(CellType(_blank(_contents(cell))) if cell in held else cell for cell in cells)
-    return FunctionType(hook.__code__, hook.__globals__, hook.__name__, hook.__defaults__, closure)
+def let_go(hook: Any) -> None:
+    """Replace the traced tensors that a hook holds, which was made in forward, by zeros."""
+    for cell in getattr(hook, "__closure__", None) or ():
+        if is_traced(_contents(cell)):
+            cell.cell_contents = _blank(_contents(cell))
 
 
 def _contents(cell: CellType) -> Any:
@@ -392,7 +389,7 @@ class TracedCalls(TorchFunctionMode):
         """Wrap a hook so that it is refused if it changes no gradient: it would be called only once, in the trace."""
 
         def run(*given: Any) -> Any:
-            self.hooks[id(hook)] = _apart(hook), pytree.tree_map_only(Tensor, _blank, given)
+            self.hooks[id(hook)] = hook, pytree.tree_map_only(Tensor, _blank, given)
             self._written = None
             with self:
                 result = hook(*given)

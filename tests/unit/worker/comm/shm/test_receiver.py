@@ -37,9 +37,11 @@ def test_only_a_wait_after_a_short_one_is_busy(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(module.os, "sched_yield", lambda: come("busy"))
     monkeypatch.setattr(memory, "sleep", lambda word, value: come("asleep"))
+    now_s = time.monotonic()
+    monkeypatch.setattr(module.time, "monotonic", lambda: now_s)
     assert wait() == ["asleep"]
     assert wait() == ["busy"]
-    seconds = itertools.count(time.monotonic())
+    seconds = itertools.count(now_s)
     with monkeypatch.context() as slow:
         slow.setattr(module.time, "monotonic", lambda: next(seconds))
         assert wait() == ["asleep"], "it did not come in the first moments"
