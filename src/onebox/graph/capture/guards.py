@@ -14,6 +14,7 @@ import logging
 import os
 import random
 import re
+import sys
 import threading
 import types
 import warnings
@@ -43,6 +44,9 @@ _OF_BACKWARD = ("_backward_hooks", "_backward_pre_hooks")
 _ELSEWHERE = re.compile(r"^___from_numpy|^L\['(inputs|targets)'\]|\._(parameters|buffers)\['[^']*'\]$")
 """Tensors, by Dynamo's names for them, that are no constants of a graph, or no tensors of the user's."""
 
+_SCOPE = re.compile(r"G\['___unnamed_scope\w*'\]$")
+"""All globals of some code together, of which each may come and go."""
+
 _CELL = re.compile(r"(.*)\.__closure__\[(\d+)\]\.cell_contents(.*)$")
 _ARRAY = re.compile(r"___from_numpy\(([GL]\[.*\].*)\)$")
 _ATTRIBUTE = re.compile(r"hasattr\((.*), '(\w+)'\)")
@@ -50,17 +54,13 @@ _ATTRIBUTE = re.compile(r"hasattr\((.*), '(\w+)'\)")
 _MOST_BYTES = 1 << 16
 """Bytes of an array up to which its contents are compared."""
 
-_LOGGING = ("debug", "info", "warning", "error", "exception", "critical", "log")
+_SAYS = re.compile("debug|info|warn|error|exception|critical|fatal|log$")
+"""Names of functions that log, to which libraries add others, such as ``warning_once``."""
 
 _SETTINGS: dict[str, Any] = {
     "allow_rnn": True,
     "automatic_dynamic_shapes": False,
     "compiled_autograd": True,
-    "ignore_logging_functions": {
-        print,
-        warnings.warn,
-        *(getattr(owner, name) for owner in (logging, logging.Logger) for name in _LOGGING),
-    },
     "skip_nnmodule_hook_guards": False,
     "specialize_float": True,
     "specialize_int": True,
@@ -222,6 +222,7 @@ def _all(value: Any) -> Iterator[Any]:
 
 
 _TEXTS = (
+    (re.compile(r"\bG\['___unnamed_scope\w*'\]\['(\w+)'\]"), lambda found: found[1]),
     (re.compile(r"\b[GL]\['__import_(\w+)'\]"), lambda found: found[1].replace("_dot_", ".")),
     (re.compile(r"\b[GL]\['([^']*)'\]"), lambda found: found[1]),
     (re.compile(r"\._(?:modules|parameters|buffers)\['([^']*)'\]"), lambda found: f".{found[1]}"),
@@ -369,7 +370,14 @@ def _read(
         return chosen
 
     alone = types.FunctionType(function.__code__, {"__name__": __name__, "__builtins__": __builtins__})
-    with config.patch(_SETTINGS), get_metrics_context(), _quiet(), _contexts_ignored(), _on_host():
+    with (
+        config.patch({**_SETTINGS, "ignore_logging_functions": _logging()}),
+        get_metrics_context(),
+        _quiet(),
+        _contexts_ignored(),
+        _on_host(),
+        _any_globals(),
+    ):
         captured: Any = fullgraph_capture(alone, tuple(given.values())).graph_capture_output
         graph = captured.output_graph
         graph.skip_guards_check = True  # they hold for other inputs, too
@@ -412,7 +420,11 @@ def _sizes_served(sizes: Any) -> Callable[[int], bool]:
 
 def _is_of_python(entry: Any, *, evaluated: bool) -> bool:
     """Return whether a guard is one of Python's state."""
-    if "__builtins_dict__" in entry.orig_guard.name or (evaluated and entry.name.endswith(".training")):
+    if (
+        "__builtins_dict__" in entry.orig_guard.name
+        or _SCOPE.match(entry.orig_guard.name)
+        or (evaluated and entry.name.endswith(".training"))
+    ):
         return False
     if getattr(entry.value, "__module__", None) == nn.Module.__module__:  # tracers replace methods of every module
         return False
@@ -500,6 +512,16 @@ def _contexts_ignored() -> Iterator[None]:
             delattr(kind, name) if own is None else setattr(kind, name, own)
 
 
+def _logging() -> set[Any]:
+    """Return the functions that print or log, which Dynamo is to pass by."""
+    owners = vars(logging).items(), vars(logging.Logger).items()
+    return {
+        print,
+        warnings.warn,
+        *(value for own in owners for name, value in own if _SAYS.match(name) and callable(value)),
+    }
+
+
 @contextlib.contextmanager
 def _on_host() -> Iterator[None]:
     """Let Dynamo read the host for every device that code names."""
@@ -535,6 +557,31 @@ def _on_host() -> Iterator[None]:
     finally:
         TorchInGraphFunctionVariable.call_function = function_called  # type: ignore[method-assign]
         TensorVariable.call_method = called  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def _any_globals() -> Iterator[None]:
+    """Let Dynamo read globals of code that is not in the module of its name: run by a path, or by ``exec``."""
+    from torch._dynamo.symbolic_convert import InliningInstructionTranslator
+
+    found: Any = InliningInstructionTranslator.get_globals_source_and_value
+
+    def get_globals_source_and_value(self: Any, name: str) -> Any:
+        variables = self.f_globals
+        module = sys.modules.get(called := variables.get("__name__", ""))
+        if not called or (module is not None and vars(module) is variables):
+            return found(self, name)
+        variables["__name__"] = f"namedtuple_{called}"  # whose globals Dynamo knows to be those of no module
+        try:
+            return found(self, name)
+        finally:
+            variables["__name__"] = called
+
+    InliningInstructionTranslator.get_globals_source_and_value = get_globals_source_and_value  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        InliningInstructionTranslator.get_globals_source_and_value = found  # type: ignore[method-assign]
 
 
 class Watch:

@@ -440,6 +440,35 @@ def test_what_forward_changes_and_reads_is_refused(kind: str, monkeypatch: pytes
         assert captured.unread is not None, "a value of the first step stays in the graph"
 
 
+CODE = """
+import logging
+from torch import nn
+
+K = 1.0
+
+class Run(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.line = nn.Linear(4, 4)
+
+    def forward(self, x):
+        logging.getLogger("run").info("forward of %s", x.shape)
+        return self.line(x) * K
+"""
+
+
+@pytest.mark.parametrize("name", ["__main__", "nowhere", "json"])
+def test_code_that_is_in_no_module_is_read_where_it_is(name: str) -> None:
+    variables: dict[str, Any] = {"__name__": name}
+    exec(compile(CODE, "run.py", "exec"), variables)
+    watch = capture(variables["Run"](), mse_loss, EXAMPLE).watch
+    variables["other"] = 1
+    assert watch.changed is None
+    variables["K"] = 2.0
+    assert watch.changed == "K (now 2.0)"
+    assert variables["__name__"] == name
+
+
 def test_without_guards_the_code_is_run_once() -> None:
     generator = np.random.default_rng(0)
     model = Model(lambda self, y: y * self.k * generator.random(), k=1.0)
