@@ -444,7 +444,7 @@ CODE = """
 import logging
 from torch import nn
 
-K = 1.0
+K, LOG = 1.0, logging.getLogger("run")
 
 class Run(nn.Module):
     def __init__(self):
@@ -452,7 +452,7 @@ class Run(nn.Module):
         self.line = nn.Linear(4, 4)
 
     def forward(self, x):
-        logging.getLogger("run").info("forward of %s", x.shape)
+        LOG.info("forward of %s", x.shape)
         return self.line(x) * K
 """
 
@@ -461,8 +461,9 @@ class Run(nn.Module):
 def test_code_that_is_in_no_module_is_read_where_it_is(name: str) -> None:
     variables: dict[str, Any] = {"__name__": name}
     exec(compile(CODE, "run.py", "exec"), variables)
-    watch = capture(variables["Run"](), mse_loss, EXAMPLE).watch
-    variables["other"] = 1
+    captured = capture(variables["Run"](), mse_loss, EXAMPLE)
+    assert captured.unread is None
+    watch, variables["other"] = captured.watch, 1
     assert watch.changed is None
     variables["K"] = 2.0
     assert watch.changed == "K (now 2.0)"
