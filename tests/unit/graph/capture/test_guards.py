@@ -376,6 +376,7 @@ READ: dict[str, Case] = {
 }
 
 
+@pytest.mark.feature("Trainer: Follow changes of all that the model's code reads of Python")
 @pytest.mark.parametrize("kind", READ)
 def test_a_change_of_what_forward_reads_is_noticed(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, change = READ[kind](monkeypatch)
