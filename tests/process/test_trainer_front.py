@@ -338,3 +338,72 @@ def test_make_plan_raises_one_error(pools: Pools) -> None:
         pytest.raises(InternalError, match=r"onebox\.make_plan\(\).*ZeroDivisionError"),
     ):
         onebox.make_plan(model, functional.cross_entropy, sgd(model), batch(), pool=pools(1))
+
+
+class Settings(dict[str, float]):
+    """Read like an object, by what Dynamo does not read."""
+
+    __getattr__ = dict.__getitem__
+
+
+SETTINGS = Settings(k=2.0)
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.line(x) * SETTINGS.k
+
+
+def test_code_that_cannot_be_guarded_is_refused_unless_its_state_is_said_not_to_change(
+    pools: Pools, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs, targets = batch()
+    with trainer_of(Scaled(), pools(1)) as trainer, pytest.raises(CaptureError, match=r"guards=False") as caught:
+        trainer.step(inputs, targets)
+    assert caught.value.where is not None
+    assert caught.value.where.startswith(__file__)
+    torch.manual_seed(1)
+    model = Scaled()
+    plain = functional.cross_entropy(model(inputs), targets).item()
+    with trainer_of(model, pools(1), guards=False) as trainer:
+        assert trainer.step(inputs, targets).item() == pytest.approx(plain)
+        before = trainer.evaluate([(inputs, targets)]).loss
+        monkeypatch.setitem(SETTINGS, "k", 5.0)
+        assert trainer.evaluate([(inputs, targets)]).loss == before
+        trainer.save(tmp_path)
+    again = Scaled()
+    with onebox.Trainer.resume(
+        tmp_path, again, functional.cross_entropy, sgd(again), pool=pools(1), guards=False
+    ) as trainer:
+        trainer.step(inputs, targets).item()
+        trainer.pull()
+    with pytest.raises(UsageError, match="guards="):
+        trainer_of(mlp(), pools(1), guards="yes")
+
+
+def test_a_swapped_layer_and_criterion_are_followed_as_by_plain_pytorch(pools: Pools) -> None:
+    criteria: dict[str, nn.Module] = {"now": nn.CrossEntropyLoss()}
+
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        value: Tensor = criteria["now"](outputs, targets)
+        return value
+
+    inputs, targets = batch()
+    model, other = mlp(), mlp()
+    optimizer = sgd(other)
+    with trainer_of(model, pools(2), loss=loss) as trainer:
+        for _ in range(3):
+            optimizer.zero_grad()
+            value = loss(other(inputs), targets)
+            value.backward()
+            optimizer.step()
+            assert trainer.step(inputs, targets).item() == pytest.approx(value.item(), rel=1e-5)
+            if not isinstance(model[1], nn.ReLU):
+                model[1], other[1] = nn.ReLU(), nn.ReLU()
+            else:
+                criteria["now"] = nn.CrossEntropyLoss(label_smoothing=0.2)
+        trainer.pull()

@@ -961,6 +961,7 @@ class Trainer:
         engine: Engine | Stored = "stored",
         islands: Islands | Stored | None = "stored",
         outer: Outer | Stored = "stored",
+        guards: bool = True,
     ) -> Self:
         """Create a trainer that continues from a checkpoint.
 
@@ -1018,6 +1019,7 @@ class Trainer:
             recovery=stored.recovery if recovery == "stored" else recovery,
             staging=stored.staging if staging == "stored" else staging,
             engine=stored.engine if engine == "stored" else engine,
+            guards=guards,
             _start=resume_point(checkpoint, place),
         )
 

@@ -34,6 +34,7 @@ class PlannedOptions(TypedDict, total=False):
     recovery: Recovery | Literal["auto"] | None
     staging: Staging
     engine: Engine
+    guards: bool
 
 
 class SameInEachStep:
