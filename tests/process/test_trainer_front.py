@@ -381,6 +381,8 @@ def test_code_that_cannot_be_guarded_is_refused_unless_its_state_is_said_not_to_
     ) as trainer:
         trainer.step(inputs, targets).item()
         trainer.pull()
+    with pytest.raises(TypeError, match="unexpected keyword argument 'guard'"):
+        trainer_of(mlp(), pools(1), guard=False)
     with pytest.raises(UsageError, match="guards="):
         trainer_of(mlp(), pools(1), guards="yes")
 

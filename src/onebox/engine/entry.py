@@ -77,11 +77,17 @@ def entered(doing: str, model: Any) -> Iterator[None]:
     except (OneboxError, Warning, OSError, MemoryError):
         raise
     except Exception as error:
-        if _within.depth > 1 or _is_users(error):
+        if _within.depth > 1 or _is_users(error) or _does_not_fit(error):
             raise
         raise _internal(error, doing, model) from error
     finally:
         _within.depth -= 1
+
+
+def _does_not_fit(error: Exception) -> bool:
+    """Return whether a call has other arguments than its function takes, as of a misspelled name."""
+    innermost = traceback.extract_tb(error.__traceback__)[-1]
+    return isinstance(error, TypeError) and innermost.filename == __file__
 
 
 def users(values: Iterable[_T]) -> Iterator[_T]:

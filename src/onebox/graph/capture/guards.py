@@ -29,7 +29,7 @@ from torch import Tensor, autograd, nn
 from torch.utils import _pytree as pytree
 
 from onebox.errors import CaptureError
-from onebox.graph.capture.locate import SourceLocation, place_of_error
+from onebox.graph.capture.locate import SourceLocation, at_line, place_of_error
 
 _OF_A_STEP = frozenset({
     "AUTOGRAD_SAVED_TENSORS_HOOKS", "DEFAULT_DEVICE", "DETERMINISTIC_ALGORITHMS", "DISPATCH_KEY_SET_MATCH",
@@ -79,7 +79,7 @@ _NO_PLACE = (AttributeError, IndexError, KeyError, SyntaxError, TypeError, Value
 
 
 class Guards:
-    """What was read, to be compared with what there is now.
+    """The Python state that code has read, to be compared with the present one.
 
     Args:
         manager: Dynamo's guards.
@@ -132,7 +132,7 @@ class Guards:
 
     @property
     def changed(self) -> str | None:
-        """What has changed first, as text; ``None`` if nothing has."""
+        """The first change that is found, as text; ``None`` if there is none."""
         if not self._manager.check(self._scope):
             return self._failed()
         return next((self._called(name) for name, other in self._others.items() if self._differs(name, *other)), None)
@@ -323,7 +323,8 @@ def read_hook(hook: Callable[..., Any], given: tuple[Any, ...]) -> Guards:
     """
     guards = _read(_call, {"hook": hook, "inputs": given}, (given, None), evaluated=False)
     restore = guards.kept()
-    hook(*given)
+    with torch.random.fork_rng(devices=[]):  # a hook may add noise
+        hook(*given)
     changed = guards.changed
     restore()
     if changed:
@@ -426,7 +427,8 @@ def _is_of_python(entry: Any, *, evaluated: bool) -> bool:
         or (evaluated and entry.name.endswith(".training"))
     ):
         return False
-    if getattr(entry.value, "__module__", None) == nn.Module.__module__:  # tracers replace methods of every module
+    of_modules = isinstance(entry.value, types.FunctionType) and entry.value.__module__ == nn.Module.__module__
+    if of_modules:  # tracers replace methods of every module
         return False
     if entry.value is _nothing or entry.name.endswith("._validate_args"):
         return False
@@ -449,9 +451,8 @@ def _without_hooks_of_backward(owners: Iterable[nn.Module]) -> Iterator[None]:
 
 def changing(what: str, place: SourceLocation | None) -> CaptureError:
     """Return the error for a forward or a hook that changes what it reads."""
-    where = f" at {place}: {place.text}" if place else ""
     return CaptureError(
-        f"forward, or a hook, changes {what}, which outlasts it{where}\n"
+        f"forward, or a hook, changes {what}, which outlasts it{at_line(place)}\n"
         "  A graph would hold what it was at first. Make it a buffer that forward writes to (self.register_buffer), or "
         "an input of the model; on a virtual device (vgpu) it runs as it is",
         where=str(place) if place else None,
@@ -469,12 +470,11 @@ def unreadable(error: Exception, name: str) -> CaptureError:
     explained = next((line for line in lines if line.startswith("Explanation:")), "")
     reason = " ".join([lines[0] if lines else type(error).__name__, explained.removeprefix("Explanation:").strip()])
     place = place_of_error(error)
-    where = f" at {place}: {place.text}" if place else ""
     return CaptureError(
-        f"{name} cannot be guarded against changes of Python's state{where}\n  PyTorch's Dynamo does not read this "
-        f"code: {reason.strip()}\n  Write it otherwise, or give Trainer(..., guards=False): then the code is run "
-        "once, and what it reads of Python (attributes, globals, settings) is taken not to change; a virtual device "
-        "(vgpu) runs it as it is",
+        f"{name} cannot be guarded against changes of Python's state{at_line(place)}\n"
+        f"  PyTorch's Dynamo does not read this code: {reason.strip()}\n"
+        "  Write it otherwise, or give Trainer(..., guards=False): then the code is run once, and what it reads of "
+        "Python (attributes, globals, settings) is taken not to change; a virtual device (vgpu) runs it as it is",
         where=str(place) if place else None,
     )
 
@@ -613,7 +613,7 @@ class Watch:
 
     @property
     def changed(self) -> str | None:
-        """What has changed first, as text; ``None`` if nothing has."""
+        """The first change that is found, as text; ``None`` if there is none."""
         for guards in self.guards:
             if changed := guards.changed:
                 return changed

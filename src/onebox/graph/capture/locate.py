@@ -44,6 +44,11 @@ class SourceLocation(NamedTuple):
         return linecache.getline(self.file, self.line).strip()
 
 
+def at_line(place: SourceLocation | None) -> str:
+    """Return the words of an error that name a line; none where it is not known."""
+    return f" at {place}: {place.text}" if place else ""
+
+
 def place_of_error(error: BaseException) -> SourceLocation | None:
     """Return the innermost line on the way to an exception that is neither PyTorch's nor onebox's.
 
@@ -98,7 +103,7 @@ def refusal(
         advice: The remedy.
         layer: The path and the class of the module that caused it, where it is known.
     """
-    where = f" at {place}: {place.text}" if place else ""
+    where = at_line(place)
     if layer is not None and layer[0]:
         where += f" (layer {layer[0]}, {layer[1]})" if place else f" at layer {layer[0]}, {layer[1]}"
     return CaptureError(
@@ -148,7 +153,7 @@ def explain(
             layer=layer,
         )
     if refused or _is_check_of_module(error):
-        where = f" at {place}: {place.text}" if place else ""
+        where = at_line(place)
         where += f" (layer {layer[0]}, {layer[1]})" if layer is not None and layer[0] else ""
         return CaptureError(
             f"{name} and its loss cannot be computed for this batch{where}\n  {refused or reason}\n"

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from onebox.errors import CaptureError
-from onebox.graph.capture.locate import place_of_error
+from onebox.graph.capture.locate import at_line, place_of_error
 
 OnDevice = Callable[[Any], Any]
 
@@ -59,10 +59,9 @@ class OnDeviceTransform:
 
 def _refusal(reason: str, error: Exception | None = None) -> CaptureError:
     place = None if error is None else place_of_error(error)
-    where = f" at {place}: {place.text}" if place else ""
     return CaptureError(
-        f"on_device= cannot be captured as a graph{where}\n  {reason}\n  It runs on the workers, on the inputs of a "
-        "micro-batch, so it must be code of tensors whose shapes are known; all else belongs into the feed's "
-        "transform=, which may be any code and runs here",
+        f"on_device= cannot be captured as a graph{at_line(place)}\n  {reason}\n"
+        "  It runs on the workers, on the inputs of a micro-batch, so it must be code of tensors whose shapes are "
+        "known; all else belongs into the feed's transform=, which may be any code and runs here",
         where=str(place) if place else None,
     )

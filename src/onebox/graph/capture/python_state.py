@@ -20,7 +20,7 @@ from torch import nn
 
 from onebox.errors import CaptureError
 from onebox.graph.capture.guards import PLAIN, Guards, changing
-from onebox.graph.capture.locate import SourceLocation, is_users
+from onebox.graph.capture.locate import SourceLocation, at_line, is_users
 from onebox.graph.capture.traced_calls import is_traced
 
 _T = TypeVar("_T")
@@ -240,10 +240,9 @@ def _numpy_state() -> Any:
 
 
 def _drawing(module: str, place: SourceLocation | None) -> CaptureError:
-    where = f" at {place}: {place.text}" if place else ""
     return CaptureError(
-        f"forward draws numbers from {module}{where}\n  A graph would hold those that were drawn first. Draw with "
-        "torch (torch.rand, torch.bernoulli, dropout), or give the numbers as inputs; on a virtual device (vgpu) the "
-        "code runs as it is",
+        f"forward draws numbers from {module}{at_line(place)}\n"
+        "  A graph would hold those that were drawn first. Draw with torch (torch.rand, torch.bernoulli, dropout), or "
+        "give the numbers as inputs; on a virtual device (vgpu) the code runs as it is",
         where=str(place) if place else None,
     )

@@ -441,6 +441,14 @@ def test_what_forward_changes_and_reads_is_refused(kind: str, monkeypatch: pytes
         assert captured.unread is not None, "a value of the first step stays in the graph"
 
 
+def test_reading_a_hook_that_adds_noise_draws_nothing() -> None:
+    model = Model(lambda self, y: y)
+    model.line.weight.register_hook(lambda gradient: gradient + torch.rand_like(gradient))
+    before = torch.get_rng_state()
+    assert capture(model, mse_loss, EXAMPLE).unread is None
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 CODE = """
 import logging
 from torch import nn
