@@ -12,6 +12,7 @@ of the alias. No two sets replace the same attribute, except the alias, which is
 from __future__ import annotations
 
 import inspect
+import sys
 import threading
 import types
 from collections.abc import Callable, Iterable
@@ -84,6 +85,7 @@ class Patches:
                 self._restore()
                 raise
             _applied.append(self)
+            _identify_again()
 
     def remove(self) -> None:
         """Restore what was there before, in reverse order. Idempotent."""
@@ -91,6 +93,7 @@ class Patches:
             if self in _applied:
                 _applied.remove(self)
                 self._restore()
+                _identify_again()
 
     # ---- for functions among the entries
 
@@ -156,6 +159,13 @@ class Patches:
 
 
 _applied: list[Patches] = []
+
+
+def _identify_again() -> None:
+    """Make Dynamo, where it is loaded, look PyTorch's functions up again: it knows them by identity."""
+    rules: Any = sys.modules.get("torch._dynamo.trace_rules")
+    if rules is not None:
+        rules.get_torch_obj_rule_map.cache_clear()
 
 
 def remove_all() -> None:

@@ -427,6 +427,37 @@ def functional_call(way: Way) -> None:
     train(way, Between(doubled))
 
 
+class Slopes(nn.Module):
+    """A model of an energy and its gradient by the inputs, as of forces on atoms.
+
+    Args:
+        required: Makes the inputs require gradients.
+    """
+
+    def __init__(self, required: Callable[[Tensor], object]) -> None:
+        super().__init__()
+        self.hidden, self.energy, self.required = nn.Linear(8, 16), nn.Linear(16, 1), required
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.required(x)
+        energy = self.energy(self.hidden(x).tanh())
+        (slope,) = torch.autograd.grad(energy.sum(), x, create_graph=True)
+        return torch.cat([energy, slope[:, :3]], 1)
+
+
+@case()
+def gradients_of_the_inputs(way: Way) -> None:
+    train(way, Slopes(lambda x: x.requires_grad_()))
+
+
+@case()
+def gradients_of_inputs_that_an_attribute_asks_for(way: Way) -> None:
+    def required(x: Tensor) -> None:
+        x.requires_grad = True
+
+    train(way, Slopes(required))
+
+
 @case(trainer=equal_or_refused("line|virtual device"))
 def jacobian_in_forward(way: Way) -> None:
     train(way, Between(lambda module, h: h * torch.func.vmap(torch.func.jacrev(torch.sin))(h).sum(1)))

@@ -377,6 +377,7 @@ def _read(
         _quiet(),
         _contexts_ignored(),
         _on_host(),
+        _requiring_gradients(),
         _any_globals(),
     ):
         captured: Any = fullgraph_capture(alone, tuple(given.values())).graph_capture_output
@@ -557,6 +558,39 @@ def _on_host() -> Iterator[None]:
     finally:
         TorchInGraphFunctionVariable.call_function = function_called  # type: ignore[method-assign]
         TensorVariable.call_method = called  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def _requiring_gradients() -> Iterator[None]:
+    """Let Dynamo read ``x.requires_grad_()`` and ``x.requires_grad = True`` of inputs, before ``autograd.grad``."""
+    from torch._dynamo.variables import ConstantVariable, TensorVariable, builtin
+
+    kind: Any = getattr(builtin, "SetAttrBuiltinVariable", builtin.BuiltinVariable)  # the latter up to PyTorch 2.12
+    setting = "_call_setattr" if hasattr(kind, "_call_setattr") else "call_setattr"
+    set_plainly: Any = getattr(kind, setting)
+    required: Any = TensorVariable.method_requires_grad_
+
+    def method_requires_grad_(self: Any, tx: Any, requires_grad: Any = True) -> Any:
+        if not self.source:
+            return required(self, tx, requires_grad)
+        wanted = requires_grad if isinstance(requires_grad, bool) else requires_grad.as_python_constant()
+        self.as_proxy().node.meta["example_value"].requires_grad_(wanted)
+        self.requires_grad = wanted
+        return self
+
+    def set_attribute(self: Any, tx: Any, obj: Any, name: Any, value: Any) -> Any:
+        if obj.is_tensor() and name.is_python_constant() and name.as_python_constant() == "requires_grad":
+            obj.method_requires_grad_(tx, value)
+            return ConstantVariable.create(None)
+        return set_plainly(self, tx, obj, name, value)
+
+    TensorVariable.method_requires_grad_ = method_requires_grad_  # type: ignore[method-assign]
+    setattr(kind, setting, set_attribute)
+    try:
+        yield
+    finally:
+        setattr(kind, setting, set_plainly)
+        TensorVariable.method_requires_grad_ = required  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager

@@ -6,7 +6,6 @@ C++.
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import torch
@@ -34,11 +33,3 @@ def translate_traced(patches: Patches) -> None:
             patches.set(torch._C, name, stand_in)
     # the attribute that torch.compiler.assume_constant_result sets, whose import would be slow
     patches.set(to_vgpu, "_dynamo_marked_constant", True)
-    patches.call(_forget_functions)
-
-
-def _forget_functions() -> None:
-    """Make Dynamo, where it is loaded, identify PyTorch's functions again: it compares them by identity."""
-    rules: Any = sys.modules.get("torch._dynamo.trace_rules")
-    if rules is not None:
-        rules.get_torch_obj_rule_map.cache_clear()

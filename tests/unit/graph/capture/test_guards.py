@@ -8,6 +8,8 @@ import enum
 import functools
 import os
 import random
+import subprocess
+import sys
 import threading
 import types
 import weakref
@@ -515,3 +517,47 @@ def test_a_watch_covers_another_one_that_reads_less() -> None:
     assert more.covers(more)
     other = capture(Model(lambda self, y: y * self.q, q=1.0), mse_loss, EXAMPLE).watch
     assert not more.covers(other)
+
+
+IN_A_SCRIPT = """
+import torch
+from torch import nn
+
+import onebox
+from onebox.graph.capture.export import capture
+from onebox.vgpu.compile.dynamo import DYNAMO
+from onebox.vgpu.runtime.context import NUMBERED
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.line, self.k = nn.Linear(4, 4), 1.0
+
+    def forward(self, x):
+        made = torch.tensor([self.k] * 4) + torch.as_tensor(self.k) + torch.asarray([1.0] * 4) + torch.zeros(4)
+        return self.line(x.to(torch.float32)) + made + x.new_tensor([self.k] * 4)
+
+
+def changes():
+    model = Model()
+    watch = capture(model, nn.functional.mse_loss, (torch.zeros(3, 4), torch.zeros(3, 4))).watch
+    model.k = 2.0
+    return watch.changed
+
+
+print(changes())
+DYNAMO.apply()
+print(changes())
+with onebox.open("cpu*2"):
+    NUMBERED.apply()
+    print(changes())
+    with onebox.vgpu.alias_cuda():
+        print(changes())
+print(changes())
+"""
+
+
+def test_functions_of_pytorch_that_scripts_have_replaced_are_read() -> None:
+    done = subprocess.run([sys.executable, "-c", IN_A_SCRIPT], capture_output=True, text=True, timeout=300, check=False)
+    assert done.stdout.splitlines() == ["model.k (now 2.0)"] * 5, done.stderr
