@@ -144,6 +144,43 @@ def forward_pre_hook_that_changes(way: Way) -> None:
     hooked(way, lambda model: model[0].register_forward_pre_hook(lambda module, given: (given[0] * 2,)))
 
 
+class Collecting(nn.Module):
+    """A model that collects what its first layer returns by a hook, which it adds at its first call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last, self.ready = nn.Linear(8, 8), nn.Linear(8, 4), False
+        self.collected: list[Tensor] | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.ready:
+            self.first.register_forward_hook(self.collect)
+            self.ready = True
+        self.collected = []
+        h = self.first(x)
+        (hidden,), self.collected = self.collected, None
+        return self.last(h + hidden.tanh())
+
+    def collect(self, module: Any, given: Any, output: Tensor) -> None:
+        if self.collected is not None:
+            self.collected.append(output)
+
+
+@case()
+def hook_that_forward_adds_once(way: Way) -> None:
+    train(way, Collecting())
+
+
+def with_another_hook(module: Any, h: Tensor) -> Tensor:
+    module.first.register_forward_hook(lambda *_: None)
+    return h
+
+
+@case(trainer=refused(r"test_autograd\.py:\d+: module\.first\.register_forward_hook"), vgpu=None)
+def hook_that_forward_adds_each_time(way: Way) -> None:
+    train(way, Between(with_another_hook))
+
+
 def halved(module: Any, h: Tensor) -> Tensor:
     if h.requires_grad:
         h.register_hook(lambda grad: grad * 0.5)

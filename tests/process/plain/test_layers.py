@@ -427,6 +427,39 @@ def functional_call(way: Way) -> None:
     train(way, Between(doubled))
 
 
+def described_images() -> nn.Module:
+    """Return a small LLaVA, whose images are seen by hooks that transformers adds at the first call."""
+    from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
+
+    common = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_hidden_layers": 2}
+    config = LlavaConfig(
+        vision_config=CLIPVisionConfig(**common, image_size=16, patch_size=8),
+        text_config=LlamaConfig(**common, num_key_value_heads=1, vocab_size=20, pad_token_id=0),
+        image_token_index=19,
+        vision_feature_layer=-1,
+    )
+
+    class Described(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.llava = LlavaForConditionalGeneration(config)
+
+        def forward(self, tokens: Tensor, images: Tensor) -> Tensor:
+            return self.llava(input_ids=tokens, pixel_values=images).logits[:, -1, :4]
+
+    return Described()
+
+
+@case(vgpu=None)
+def vision_language_model(way: Way) -> None:
+    batches: list[tuple[Any, Tensor]] = []
+    for n in range(2):
+        written = integers(3, 19, 4, 8, seed=n)
+        written[:, 1:5] = 19
+        batches.append(((written, randn(4, 3, 16, 16, seed=n)), integers(0, 4, 4, seed=n)))
+    train(way, described_images(), batches, micro_batch=2)
+
+
 class Slopes(nn.Module):
     """A model of an energy and its gradient by the inputs, as of forces on atoms.
 

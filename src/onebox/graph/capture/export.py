@@ -28,7 +28,7 @@ from onebox.graph.capture.joint import Joint, trace
 from onebox.graph.capture.locate import explain
 from onebox.graph.capture.on_device_transform import OnDevice, OnDeviceTransform
 from onebox.graph.capture.operator_support import bfloat16_autocast, portable_operators
-from onebox.graph.capture.python_state import SideEffects
+from onebox.graph.capture.python_state import SideEffects, forward_hooks
 from onebox.graph.capture.recurrent import WholeRecurrent
 from onebox.graph.capture.repeated.layers import RepeatedLayers
 from onebox.graph.capture.symbolic_sizes import Varying
@@ -320,6 +320,48 @@ def capture(
     wrapper = Wrapper(model, loss, metrics if mode == "evaluate" else None, precision, on_device)
     require_plain(model)
     backward = mode == "train" if backward is None else backward
+
+    def made() -> Captured:
+        return _capture(
+            wrapper,
+            on_device,
+            example,
+            mode=mode,
+            backward=backward,
+            device_type=device_type,
+            fuse=fuse,
+            varying=varying or {},
+            guards=guards,
+            known=known,
+        )
+
+    hooks = forward_hooks([wrapper])
+    try:
+        captured = made()
+    except CaptureError:
+        if forward_hooks([wrapper]) == hooks:
+            raise
+    else:
+        if forward_hooks([wrapper]) == hooks:
+            return captured
+    return made()  # code that adds hooks at its first call, as of transformers, has done so
+
+
+def _capture(
+    wrapper: Wrapper,
+    on_device: OnDevice | None,
+    example: tuple[Any, Any],
+    *,
+    mode: Mode,
+    backward: bool,
+    device_type: str,
+    fuse: bool,
+    varying: Varying,
+    guards: bool,
+    known: Sequence[Guards],
+) -> Captured:
+    """Trace a model and its loss once."""
+    model, loss = wrapper.model, wrapper.loss
     name = type(model).__name__
     unread = None
     constants = [
@@ -357,7 +399,7 @@ def capture(
                 module.state,
                 module.known,
                 backward=backward,
-                varying=varying or {},
+                varying=varying,
                 device_type=device_type,
                 repeated=repeated,
             )

@@ -12,7 +12,7 @@ import sys
 import threading
 import types
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import numpy as np
@@ -41,7 +41,7 @@ class SideEffects:
     """
 
     def __init__(self, owners: Owners, guards: Guards | None) -> None:
-        self._guards = guards
+        self._guards, self._owners = guards, owners
         self._paths: dict[int, str] = {}
         for root, owner in owners.items():
             for path, module in owner.named_modules():
@@ -57,7 +57,7 @@ class SideEffects:
         Raises:
             CaptureError: It changes a value that it would read the next time.
         """
-        attributes = _Attributes(self._paths)
+        attributes, hooks = _Attributes(self._paths), forward_hooks(self._owners.values())
         drawn = _Drawn()
         restore = None if self._guards is None else self._guards.kept()
         try:
@@ -70,13 +70,21 @@ class SideEffects:
                 raise changing(changed, attributes.place(changed))
             unread = attributes.changed()
         finally:
-            attributes.restore()
             drawn.restore()
-            if restore is not None:
-                restore()
+            if forward_hooks(self._owners.values()) == hooks:
+                attributes.restore()
+                if restore is not None:
+                    restore()
+            else:  # it has noted that its hooks are there, so that it does not add them again
+                attributes.restore(but=PLAIN)
         if not part:
             _warn(unread)
         return result
+
+
+def forward_hooks(owners: Iterable[nn.Module]) -> list[list[int]]:
+    """Return the numbers of all hooks of forward."""
+    return [[*each._forward_pre_hooks, *each._forward_hooks] for owner in owners for each in owner.modules()]
 
 
 class _Attributes:
@@ -137,9 +145,15 @@ class _Attributes:
             if place is not None and not _same(self._before[source])
         }
 
-    def restore(self) -> None:
-        """Restore all attributes."""
+    def restore(self, *, but: tuple[type, ...] = ()) -> None:
+        """Restore all attributes.
+
+        Args:
+            but: Types of present values that stay.
+        """
         for own, name, value in self._before.values():
+            if isinstance(own.get(name, _MISSING), but):
+                continue
             if value is _MISSING:
                 own.pop(name, None)
             elif not is_traced(value):  # else what it stood for is there again
