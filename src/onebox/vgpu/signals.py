@@ -30,6 +30,9 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 AGAIN_S = 0.002
 """Delay after which a deferred signal is raised again."""
 
+_MOST_SILENT = 500
+"""Delays after which it is raised once more although its handler has not returned."""
+
 PATIENCE_S = 3.0
 """Deferral after which a signal is let through in any case: something hangs, and the user wants to end it."""
 
@@ -56,6 +59,10 @@ _waiting: dict[int, float] = {}
 
 _coming: set[int] = set()
 """Signals whose handlers are about to be called; further ones until then are merged with them."""
+
+_resent: set[int] = set()
+"""Signals that were raised again, whose handler has not returned since. Of two at a time the later one may come in the
+first line of the earlier one's handler and end the deferral, so that the earlier one looks like another signal."""
 
 _sending = threading.RLock()
 """Held while a signal is raised again, or its deferral ends."""
@@ -97,6 +104,12 @@ class _Patient:
         self.handler = handler
 
     def __call__(self, number: int, frame: FrameType | None) -> Any:
+        try:
+            return self._called(number, frame)
+        finally:
+            _resent.discard(number)
+
+    def _called(self, number: int, frame: FrameType | None) -> Any:
         if number in _coming:
             return None
         frame = _users_frame(frame)
@@ -113,12 +126,15 @@ class _Patient:
 
 
 def _come_again(number: int) -> None:
-    waits = True
+    waits, silent = True, 0
     while waits:
         time.sleep(AGAIN_S)
         with _sending:
             waits = number in _waiting
-            if waits:
+            silent = silent + 1 if number in _resent else 0
+            if waits and silent in (0, _MOST_SILENT):  # another handler's exception may have ended this one's
+                _resent.add(number)
+                silent = 0
                 signal.raise_signal(number)
 
 
