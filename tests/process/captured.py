@@ -1,7 +1,9 @@
 """Captures of the models that all tests train, each made once: a capture takes longer than the steps of most tests.
 
 A capture depends on what a model is and not on the values of its parameters. Two trainers share one where their models
-were built by the same :class:`~tests.kit.models.Case`, and nothing that a capture can see has changed since.
+were built by the same :class:`~tests.kit.models.Case`, and nothing that a capture can see has changed since. Other
+models are captured each time, without guards, which takes a third of the time, unless a module says ``GUARDED = True``:
+it is about Python's state, or about what users' code may have.
 """
 
 from __future__ import annotations
@@ -10,16 +12,23 @@ import copy
 from collections.abc import Hashable, Iterator
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
+from onebox.engine.workload import captures as workload
 from onebox.engine.workload.batch import Batch
 from onebox.engine.workload.captures import Captures, CaptureSpec
 from onebox.graph import TracedModel
+from onebox.graph.capture import export
+from onebox.graph.capture.export import Captured
 from onebox.graph.capture.guards import Guards, Watch
 from tests.kit.models import BUILT
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+guarded = True
+"""Whether the models of a module's own are captured with guards."""
 
 _plain = Captures._capture
 _known: dict[Hashable, TracedModel] = {}
@@ -29,11 +38,18 @@ def capture(captures: Captures, batch: Batch, size: int, *, train: bool, probe: 
     """Do what :class:`Captures` does, but for what has been captured before in this process."""
     seen = what_it_sees(captures.recipe)
     if seen is None:
-        return _plain(captures, batch, size, train=train, probe=probe)
+        with pytest.MonkeyPatch.context() as patch:
+            if not guarded:
+                patch.setattr(workload, "capture", _without_guards)
+            return _plain(captures, batch, size, train=train, probe=probe)
     key = seen, batch.signature(size), train, probe
     if key not in _known:
         _known[key] = _plain(captures, batch, size, train=train, probe=probe)
     return of_model(_known[key], captures.recipe)
+
+
+def _without_guards(*args: Any, guards: bool, **options: Any) -> Captured:
+    return export.capture(*args, guards=False, **options)
 
 
 def of_model(traced: TracedModel, recipe: CaptureSpec) -> TracedModel:

@@ -11,7 +11,7 @@ import onebox
 from onebox.engine.compile import offload
 from onebox.engine.workload.captures import Captures
 from tests.kit.pools import Pools
-from tests.process.captured import capture
+from tests.process import captured
 
 
 @pytest.fixture(scope="session")
@@ -44,10 +44,12 @@ def nothing_too_small() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def each_capture_once() -> Iterator[None]:
-    """Let trainers share captures; those of ``tests/unit/graph`` and of all other models are made each time."""
+def each_capture_once(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Let trainers share captures, and capture a module's own models without guards, unless it says otherwise."""
+    own = request.module.__name__.startswith("tests.process.plain.")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Captures, "_capture", capture)
+        patch.setattr(Captures, "_capture", captured.capture)
+        patch.setattr(captured, "guarded", own or getattr(request.module, "GUARDED", False))
         yield
 
 

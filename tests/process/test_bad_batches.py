@@ -28,6 +28,8 @@ from tests.kit.reference import Outcome, assert_same, train
 from tests.kit.stages import outcome, tensors_of
 from tests.kit.trainer_arguments import grouped
 
+GUARDED = True
+
 WORDS, CLASSES, BAD = 7, 3, 2
 """Words, classes, and the step with the bad batch."""
 

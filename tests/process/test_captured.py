@@ -14,6 +14,8 @@ from onebox.engine.workload.captures import Captures, CaptureSpec
 from tests.kit.models import CASES
 from tests.process.captured import capture, what_it_sees
 
+GUARDED = True
+
 
 def recipe(name: str = "cnn", dtype: torch.dtype = torch.float64) -> CaptureSpec:
     """Return what a trainer captures a case with."""

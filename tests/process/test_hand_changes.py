@@ -23,6 +23,8 @@ from tests.kit.reference import Outcome, assert_same, backward, state_of
 from tests.kit.stages import SEED, staged, tensors_of
 from tests.kit.trainer_arguments import grouped
 
+GUARDED = True
+
 SIZES = (8, 8, 5, 8, 8, 8)
 AT = (1, 3)
 """The changes are made after these steps."""

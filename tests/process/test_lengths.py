@@ -14,6 +14,8 @@ import onebox
 from tests.kit.models import CLASSES
 from tests.kit.pools import Pools
 
+GUARDED = True
+
 WORDS, MICRO_BATCH = 11, 3
 
 

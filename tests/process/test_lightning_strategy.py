@@ -27,6 +27,8 @@ from lightning.pytorch import callbacks  # noqa: E402 it may be absent
 
 from onebox.integrations.lightning import OneboxStrategy  # noqa: E402 it imports lightning
 
+GUARDED = True
+
 EXACT, HALF = 1e-10, 5e-2
 """Tolerances: in float64; in bfloat16."""
 

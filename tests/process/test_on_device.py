@@ -18,6 +18,8 @@ from tests.kit.pools import Pools
 from tests.kit.reference import Outcome, assert_same, drawing, state_of, train
 from tests.kit.stages import staged, tensors_of
 
+GUARDED = True
+
 MICRO_BATCH, SEED = 3, 5
 SIZES = [8, 8, 5, 8]
 

@@ -23,6 +23,8 @@ transformers = pytest.importorskip("transformers")
 
 from onebox.integrations.transformers import PlannedTrainer  # noqa: E402 it imports transformers
 
+GUARDED = True
+
 EXACT, SINGLE, HALF = 1e-10, 1e-5, 2e-2
 """Tolerances: in float64; where the model's own loss is in float32; in bfloat16."""
 

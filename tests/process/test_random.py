@@ -14,6 +14,8 @@ from tests.kit.pools import Pools
 from tests.kit.reference import Outcome, assert_same
 from tests.kit.trainer_arguments import grouped
 
+GUARDED = True
+
 CASE = CASES["dropping"]
 SIZES = [9, 9, 4, 9, 7]
 

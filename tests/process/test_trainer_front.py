@@ -27,6 +27,8 @@ from onebox.errors import CaptureError, InternalError, OperatorError, UsageError
 from onebox.graph import TracedModel
 from tests.kit.pools import Pools
 
+GUARDED = True
+
 
 def mlp() -> nn.Sequential:
     torch.manual_seed(0)

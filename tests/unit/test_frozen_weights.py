@@ -13,7 +13,7 @@ import onebox
 from onebox.errors import UsageError
 from onebox.frozen_weights import FrozenFormat, QuantizedLinear, dequantized, frozen_bytes, quantized
 from onebox.graph import ModelPrograms, TracedModel
-from onebox.graph.capture.export import capture
+from tests.kit.captures import capture
 
 FORMATS: tuple[FrozenFormat, ...] = ("int8", "int4")
 STEPS = {"int8": 127, "int4": 8}

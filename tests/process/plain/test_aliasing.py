@@ -14,7 +14,7 @@ from tests.kit.pools import Pools
 from tests.process.plain.aliasing import Writer, fuzzed
 
 FIRST = int(os.environ.get("ONEBOX_FUZZ_SEED", "0"))
-FEW, MANY = 30, 1000
+FEW, MORE, MANY = 30, 200, 1000
 
 
 def test_a_seed_gives_one_program() -> None:
@@ -27,9 +27,10 @@ def test_a_seed_gives_one_program() -> None:
     "seeds",
     [
         pytest.param(range(FIRST, FIRST + FEW), marks=pytest.mark.short),
-        pytest.param(range(FIRST + FEW, FIRST + FEW + MANY), marks=pytest.mark.long),
+        pytest.param(range(FIRST + FEW, FIRST + MORE), marks=pytest.mark.long),
+        pytest.param(range(FIRST + MORE, FIRST + MANY), marks=pytest.mark.soak),
     ],
-    ids=["few", "many"],
+    ids=["few", "more", "many"],
 )
 def test_aliases_are_what_they_are_on_the_cpu(seeds: range, pools: Pools) -> None:
     attach(pools(2))

@@ -12,8 +12,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from onebox.cost.estimate import DeviceRates, flops_of, program_s
 from onebox.graph import TracedModel
-from onebox.graph.capture.export import capture
 from onebox.wire import Many, Operator, Program, SlotArgument, TensorSpec, specs_by_slot, with_deaths
+from tests.kit.captures import capture
 
 RATES = DeviceRates(flops=1e9, bandwidth_bps=1e8, operator_s=1e-6)
 

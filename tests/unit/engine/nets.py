@@ -23,8 +23,8 @@ from onebox.engine.partition.schedules import forward_only, make_schedule, make_
 from onebox.engine.partition.sharding_spec import Members, ShardingSpec, find_sharding_spec
 from onebox.engine.workload.emulated_costs import EmulatedCosts
 from onebox.graph import Captured, ModelPrograms, TracedModel
-from onebox.graph.capture.export import capture
 from onebox.plan import ActivationPolicy, Plan, Stage, block_numbers
+from tests.kit.captures import capture
 
 HALVES = ("zb-h1", "zbv", "auto", "table")
 

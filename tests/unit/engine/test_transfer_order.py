@@ -15,10 +15,10 @@ from onebox.engine.compile import compiler, lowering
 from onebox.engine.compile.order_check import fault_text
 from onebox.errors import PlanError
 from onebox.graph import TracedModel
-from onebox.graph.capture.export import capture
 from onebox.plan import Plan, Stage
 from onebox.wire.protocol.groups import FormGroup
 from onebox.wire.protocol.instructions import Receive
+from tests.kit.captures import capture
 from tests.kit.trainer_arguments import grouped
 from tests.transfer_order import PostedInstructions
 from tests.unit.engine.conftest import Pools

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from onebox.graph import ModelPrograms, NamedProgram, Phase, PhaseKind, Port, TracedModel
-from onebox.graph.capture.export import capture
 from onebox.wire import check, spec_of
+from tests.kit.captures import capture
 from tests.kit.models import CASES, Case
 from tests.unit.graph.ranks import run_tape
 

@@ -14,10 +14,10 @@ from torch.nn import functional
 from torch.utils._pytree import tree_leaves
 
 from onebox.graph import ModelPrograms, Port, TracedModel
-from onebox.graph.capture.export import capture
 from onebox.wire import ATTENTION, ATTENTION_BACKWARD, Many, Operator, Program, SlotArgument, TensorSpec
 from onebox.worker.programs.interpreter import CompiledProgram
 from onebox.worker.progress import WorkerProgress
+from tests.kit.captures import capture
 from tests.kit.models import CASES
 
 sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))

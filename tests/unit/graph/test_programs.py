@@ -17,8 +17,8 @@ from torch.nn import functional
 
 from onebox.errors import UsageError
 from onebox.graph import TRACING, ModelPrograms, Phase, Port, TracedModel
-from onebox.graph.capture.export import capture
 from onebox.graph.lower.phases import Division
+from tests.kit.captures import capture
 from tests.kit.models import CASES
 from tests.kit.reference import call
 from tests.unit.graph.staged import (

@@ -11,8 +11,8 @@ from torch import nn
 from onebox.engine.partition.phase_programs import PhasePrograms
 from onebox.engine.partition.value_chunks import choose_chunks
 from onebox.graph import ModelPrograms, Phase, TracedModel
-from onebox.graph.capture.export import capture
 from onebox.plan import ASYNC, Links, Plan, Prediction, Stage
+from tests.kit.captures import capture
 
 SAMPLES, WIDE, NARROW = 16, 4096, 8
 

@@ -21,10 +21,10 @@ from onebox.engine.problem.stage_formats import (
     with_precisions_of,
 )
 from onebox.graph import ModelPrograms, Precision, TracedModel
-from onebox.graph.capture.export import capture
 from onebox.plan import ActivationPolicy, Plan, Stage
 from onebox.pool import DeviceInfo
 from onebox.wire.protocol.responses import InstructionSets
+from tests.kit.captures import capture
 
 Ways = tuple[tuple[SegmentVariant, tuple[tuple[float, float, float], ...]], ...]
 

@@ -21,8 +21,8 @@ from onebox.engine.workload.loss_reduction import (
 )
 from onebox.errors import UsageError
 from onebox.graph import Port, TracedModel
-from onebox.graph.capture.export import capture
 from onebox.plan import Plan
+from tests.kit.captures import capture
 
 VALID = Weighted(lambda targets: (targets != -100).sum())
 

@@ -15,10 +15,10 @@ from torch.nn import functional
 
 from onebox.errors import CaptureError
 from onebox.graph import TRACING, TracedModel
-from onebox.graph.capture.export import capture
 from onebox.graph.capture.repeated import layer_operator, layers
 from onebox.graph.capture.repeated.records import Record
 from onebox.wire import Many, Program, SlotArgument
+from tests.kit.captures import capture
 
 LAYERS = 9
 WIDTH = 16

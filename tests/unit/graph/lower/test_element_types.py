@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from onebox.errors import CaptureError
 from onebox.graph import TracedModel
-from onebox.graph.capture.export import capture
+from tests.kit.captures import capture
 
 LABELS = torch.zeros(6, dtype=torch.int64)
 

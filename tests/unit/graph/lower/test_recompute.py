@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from onebox.graph import ModelPrograms, PhaseKind, Port, TracedModel
-from onebox.graph.capture.export import capture
+from tests.kit.captures import capture
 from tests.kit.models import CASES
 from tests.unit.graph.staged import SIZE, Ran, Traced, assert_alike, check_division, order_of, run, trace, traced_case
 from tests.unit.graph.staged import whole as one_stage

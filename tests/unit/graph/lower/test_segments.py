@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional
 
 from onebox.graph import Port, TracedModel
-from onebox.graph.capture.export import capture
+from tests.kit.captures import capture
 from tests.kit.models import CASES
 from tests.unit.graph.staged import traced_case
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from onebox.graph import NamedProgram, Port, TracedModel
-from onebox.graph.capture.export import capture
 from onebox.graph.shard.sample_chunks import Tail, find_tail, in_chunks, put_together, samples_of
 from onebox.wire import check, specs_by_slot
+from tests.kit.captures import capture
 from tests.kit.models import Case
 from tests.unit.graph.ranks import run_tape
 from tests.unit.graph.shard.test_search import given

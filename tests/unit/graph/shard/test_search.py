@@ -12,9 +12,9 @@ from torch.utils._pytree import tree_leaves
 
 from onebox.errors import UsageError
 from onebox.graph import ModelPrograms, NamedProgram, Phase, Port, TracedModel, model_programs
-from onebox.graph.capture.export import capture
 from onebox.graph.shard.placements import PARTIAL, REPLICATE, Placement, Shard
 from onebox.graph.shard.search import AllGather, AllReduce, Sharded, shard_parts, shard_tapes
+from tests.kit.captures import capture
 from tests.kit.models import Case, features
 from tests.unit.graph.ranks import compare, run_tape
 from tests.unit.graph.shard_models import ALL

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from onebox.graph.capture.export import capture
 from onebox.graph.transform.buffer_updates import BufferUpdate, buffer_updates
+from tests.kit.captures import capture
 
 
 class Changing(nn.Module):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from onebox.graph import ModelPrograms, TracedModel
-from onebox.graph.capture.export import capture
+from tests.kit.captures import capture
 from tests.kit.models import CASES
 from tests.unit.graph.lower.test_recompute import saved_bytes
 from tests.unit.graph.staged import SIZE, assert_alike, order_of, run, trace

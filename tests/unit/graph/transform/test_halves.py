@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from onebox.graph import TracedModel
-from onebox.graph.capture.export import capture
+from tests.kit.captures import capture
 
 
 def small() -> nn.Module:

@@ -17,9 +17,9 @@ from onebox.engine.partition.phase_programs import PhasePrograms
 from onebox.engine.partition.sharding_spec import find_sharding_spec
 from onebox.errors import CaptureError
 from onebox.graph import TracedModel
-from onebox.graph.capture.export import capture
 from onebox.plan import Plan, deal
 from onebox.wire.protocol.instructions import Call
+from tests.kit.captures import capture
 from tests.unit.engine.nets import Lowered, batch, build, lower, plan, stage, state_of
 from tests.unit.engine.player import play, steps_of
 
