@@ -64,7 +64,7 @@ def tiers(tests: Sequence[tuple[str, str | None]], durations: Mapping[str, float
         short = {place for place in places if seconds[place] <= QUICK_S}
         short |= {quickest} if seconds[quickest] <= CASE_S else set()
         slow = [place for place in places if place not in short]
-        kept = max(1, int(len(slow) * min(1.0, TEST_S / max(TEST_S, sum(map(seconds.__getitem__, slow))))))
+        kept = max(1, int(len(slow) * TEST_S / max(TEST_S, sum(map(seconds.__getitem__, slow)))))
         for turn, place in enumerate(slow):
             found[place] = "long" if turn * kept % len(slow) < kept else "soak"
         for place in short:

@@ -28,8 +28,8 @@ def test_quick_tests_and_the_quickest_case_of_a_slow_one_are_short() -> None:
 
 def test_of_many_slow_cases_some_evenly_spread_are_long_and_the_others_for_the_night() -> None:
     tests = named(*(f"a.py::slow[{case}]" for case in range(13)))
-    found = tiers(tests, {name: TEST_S / 4 for name, _ in tests})
-    assert [place for place, tier in enumerate(found) if tier == "long"] == [0, 4, 7, 10]
+    found = tiers(tests, {name: TEST_S / 2 for name, _ in tests})
+    assert [place for place, tier in enumerate(found) if tier == "long"] == [0, 7]
     assert set(found) == {"long", "soak"}
     assert tiers(tests[:1], {"a.py::slow[0]": 10 * TEST_S}) == ["long"]
 
