@@ -10,18 +10,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Hashable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from onebox.engine.workload import captures as workload
 from onebox.engine.workload.batch import Batch
 from onebox.engine.workload.captures import Captures, CaptureSpec
 from onebox.graph import TracedModel
-from onebox.graph.capture import export
-from onebox.graph.capture.export import Captured
 from onebox.graph.capture.guards import Guards, Watch
 from tests.kit.models import BUILT
 
@@ -40,16 +38,12 @@ def capture(captures: Captures, batch: Batch, size: int, *, train: bool, probe: 
     if seen is None:
         with pytest.MonkeyPatch.context() as patch:
             if not guarded:
-                patch.setattr(workload, "capture", _without_guards)
+                patch.setattr(captures, "recipe", replace(captures.recipe, guards="none"))
             return _plain(captures, batch, size, train=train, probe=probe)
     key = seen, batch.signature(size), train, probe
     if key not in _known:
         _known[key] = _plain(captures, batch, size, train=train, probe=probe)
     return of_model(_known[key], captures.recipe)
-
-
-def _without_guards(*args: Any, guards: bool, **options: Any) -> Captured:
-    return export.capture(*args, guards=False, **options)
 
 
 def of_model(traced: TracedModel, recipe: CaptureSpec) -> TracedModel:
