@@ -42,7 +42,7 @@ class Case:
         """Return the model, with the same weights each time."""
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(7)
-            model = self.build().to(dtype)
+            model = self.build()._apply(lambda t: t.to(dtype) if t.is_floating_point() else t)  # not complex ones
         BUILT[model] = self
         return model
 
@@ -387,6 +387,32 @@ class Prompted(nn.Module):
         return self.head(x_BTD.mean(1))
 
 
+class Waves(nn.Module):
+    """Complex weights, complex buffers, one a running mean, a complex constant, and products with conjugates."""
+
+    running: Tensor
+    offset: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Linear(10, 12)
+        self.turn = nn.Parameter(torch.randn(6, 6, dtype=torch.complex128))
+        self.shift = nn.Parameter(torch.randn(6, dtype=torch.complex128))
+        self.register_buffer("running", torch.randn(6, dtype=torch.complex128))
+        self.register_buffer("offset", torch.randn(6, dtype=torch.complex128))
+        self.leave = nn.Linear(12, CLASSES)
+
+    def forward(self, x_BD: Tensor) -> Tensor:
+        """Classify features [B, 10]."""
+        # times 2, because optimizers of PyTorch take no gradients that are still to be conjugated
+        z_BK = torch.view_as_complex(self.enter(x_BD).tanh().view(-1, 6, 2))
+        z_BK = z_BK @ self.turn * torch.exp(1j * torch.arange(6.0, dtype=torch.float64)) + (2 * self.shift).conj()
+        if self.training:
+            self.running.lerp_(z_BK.detach().mean(0), 0.1)
+        z_BK = z_BK + z_BK.conj() * (0.5 + 0.25j) + self.offset
+        return self.leave(torch.view_as_real(z_BK @ (2 * self.turn).mH).flatten(1))
+
+
 BUILT: WeakKeyDictionary[nn.Module, Case] = WeakKeyDictionary()
 """The models that cases have built, for who wants to know what a model is."""
 
@@ -407,6 +433,9 @@ CASES: dict[str, Case] = {
     "dropping": Case(build=Dropping, data=words, draws=True),
 }
 """Every kind of model that must train exactly; all but ``dropping`` draw no random numbers."""
+
+COVERED: dict[str, Case] = {**CASES, "complex": Case(build=Waves, data=features)}
+"""The models whose every two settings meet; complex numbers are not all that a case of ``CASES`` goes through."""
 
 FATED: dict[str, Case] = {
     "alexnet": Case(build=alexnet, data=larger_images, draws=True),

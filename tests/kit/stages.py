@@ -12,7 +12,7 @@ import onebox
 from onebox.graph import TracedModel
 from onebox.graph.capture.export import capture
 from onebox.plan import Plan, Prediction, Schedule, Stage, named_schedule
-from tests.kit.models import CASES, OPTIMIZERS
+from tests.kit.models import COVERED, OPTIMIZERS
 from tests.kit.reference import Outcome, drawing, train
 from tests.kit.trainer_arguments import grouped
 
@@ -22,7 +22,7 @@ SEED = 5
 @functools.cache
 def segments(name: str) -> tuple[str, ...]:
     """Return the names of a case's segments."""
-    case = CASES[name]
+    case = COVERED[name]
     return TracedModel(capture(case.model(), case.loss, case.batches([3])[0]), backward=True).segments
 
 
@@ -85,7 +85,7 @@ def outcome(trainer: onebox.Trainer, losses: Sequence[Any]) -> Outcome:
 
 def run(pool: onebox.Pool, name: str, plan: Plan | None, sizes: Sequence[int], **options: Any) -> Outcome:
     """Train a case on a pool, as a plan says."""
-    case = CASES[name]
+    case = COVERED[name]
     model = case.model()
     optimizer = OPTIMIZERS[options.pop("optimizer", "adamw")](model)
     arguments = {"seed": SEED, "check_every": 1, "plan": plan, **options}
@@ -95,7 +95,7 @@ def run(pool: onebox.Pool, name: str, plan: Plan | None, sizes: Sequence[int], *
 
 def reference(name: str, plan: Plan, sizes: Sequence[int], **options: Any) -> Outcome:
     """Train a case in this process, on the micro-batches of a plan."""
-    case = CASES[name]
+    case = COVERED[name]
     model = case.model()
     optimizer = OPTIMIZERS[options.pop("optimizer", "adamw")](model)
     around = drawing(SEED) if case.draws else None

@@ -17,6 +17,7 @@ from onebox.errors import UsageError
 from onebox.graph import TracedModel
 from onebox.graph.capture.export import capture
 from onebox.plan import Plan, Stage
+from tests.kit.models import Waves
 from tests.kit.pools import Pools
 from tests.kit.reference import Outcome, assert_same, state_of, train
 from tests.kit.trainer_arguments import grouped
@@ -24,31 +25,6 @@ from tests.kit.trainer_arguments import grouped
 STEPS = 5
 BATCH = 8
 MICRO_BATCH = 3
-
-
-class Waves(nn.Module):
-    """Complex weights, complex buffers, one a running mean, a complex constant, and products with conjugates."""
-
-    running: Tensor
-    offset: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.enter = nn.Linear(8, 12)
-        self.turn = nn.Parameter(torch.randn(6, 6, dtype=torch.complex128))
-        self.shift = nn.Parameter(torch.randn(6, dtype=torch.complex128))
-        self.register_buffer("running", torch.randn(6, dtype=torch.complex128))
-        self.register_buffer("offset", torch.randn(6, dtype=torch.complex128))
-        self.leave = nn.Linear(12, 4)
-
-    def forward(self, x_BD: Tensor) -> Tensor:
-        # times 2, because optimizers of PyTorch take no gradients that are still to be conjugated
-        z_BK = torch.view_as_complex(self.enter(x_BD).tanh().view(-1, 6, 2))
-        z_BK = z_BK @ self.turn * torch.exp(1j * torch.arange(6.0, dtype=torch.float64)) + (2 * self.shift).conj()
-        if self.training:
-            self.running.lerp_(z_BK.detach().mean(0), 0.1)
-        z_BK = z_BK + z_BK.conj() * (0.5 + 0.25j) + self.offset
-        return self.leave(torch.view_as_real(z_BK @ (2 * self.turn).mH).flatten(1))
 
 
 class Spectrum(nn.Module):
@@ -87,7 +63,7 @@ class FrontEnd(nn.Module):
         return self.leave(self.mix(z_BFT.abs().pow(2).add(1e-6).log()).mean(-1))
 
 
-WIDTHS: dict[type[nn.Module], int] = {Waves: 8, Spectrum: 32, FrontEnd: 32}
+WIDTHS: dict[type[nn.Module], int] = {Waves: 10, Spectrum: 32, FrontEnd: 32}
 
 
 def built(kind: type[nn.Module]) -> nn.Module:

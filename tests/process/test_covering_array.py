@@ -1,8 +1,9 @@
 """Any plan gives the result of one process, whatever meets in it: a covering array of strength two over all settings.
 
 Every two values of different kinds that may go together meet in some run: schedule, model, layout, optimizer, where
-gradients are summed, where the optimizer steps, activation policies, late gradients, precision, clipping. Each run is
-compared with plain PyTorch in this process: in float64 to 1e-10, in bf16 with a process that rounds the same products.
+gradients are summed, where the optimizer steps, activation policies, late gradients, precision, clipping, code in front
+of the model, memory format, fused activations. Each run is compared with plain PyTorch in this process: in float64 to
+1e-10, in bf16 with a process that rounds the same products.
 
 Tests of single features have what is their own: errors, edges, memory. That a feature goes together with all the others
 is tested here.
@@ -21,12 +22,13 @@ import pytest
 import torch
 from msgspec.structs import replace
 from torch import nn
+from torch.utils._pytree import tree_map
 
 import onebox
 from onebox.plan import ASYNC, Plan, Stage
 from tests.kit.covering import Run, completed, covering_array, pairs_of
-from tests.kit.late import train_late
-from tests.kit.models import CASES, OPTIMIZERS
+from tests.kit.late import AHEAD, train_late
+from tests.kit.models import COVERED, OPTIMIZERS, WORDS
 from tests.kit.reference import Outcome, assert_same, drawing, train
 from tests.kit.stages import SEED, expected, segments, staged, tabled, tensors_of
 from tests.kit.trainer_arguments import grouped
@@ -39,7 +41,7 @@ MICRO_BATCH, MAX_NORM, WARM_UP = 3, 0.3, 1
 
 KINDS = {
     "schedule": ("gpipe", "1f1b", "interleaved", "zb-h1", "zbv", "auto", "table", ASYNC),
-    "model": ("cnn", "unet", "gpt2", "dropping"),
+    "model": ("cnn", "unet", "gpt2", "dropping", "recurrent", "complex"),
     "layout": ("replicas", "stages", "folded", "split"),
     "optimizer": ("sgd", "adamw", "adam-in-groups", "muon-and-adamw"),
     "sync": ("workers", "client", "sharded"),
@@ -48,6 +50,9 @@ KINDS = {
     "delay": ("exact", "overlap", "none", "predict", "extrapolate", "lookahead", "both", "feedback"),
     "precision": ("float64", "bf16"),
     "clipping": ("unclipped", "clipped"),
+    "front": ("whole", "on-device"),
+    "format": ("contiguous", "channels-last"),
+    "activations": ("written-out", "fused"),
 }
 EXACT = ("exact", "overlap")
 MIXED = ("offload", "recompute", "swap", "recompute")
@@ -56,8 +61,9 @@ MIXED = ("offload", "recompute", "swap", "recompute")
 def refused(run: Run) -> bool:
     """Tell whether some settings do not go together: a plan or a trainer refuses them, or there is nothing to compare.
 
-    Bf16 is compared under SGD alone: Adam makes whole steps of what float32 leaves of a gradient of nothing. Muon steps
-    matrices, of which the U-Net has none, and whole ones.
+    Bf16 is compared under SGD alone: Adam makes whole steps of what float32 leaves of a gradient of nothing; and where
+    one process can round in the same places. Muon steps matrices, of which the U-Net has none, and whole ones. The
+    momentum of complex weights has no formula here.
     """
 
     def has(kind: str, *values: str) -> bool:
@@ -77,7 +83,12 @@ def refused(run: Run) -> bool:
         or (has("optimizer", "muon-and-adamw") and late and lacks("delay", "none", "feedback"))
         or (has("optimizer", "muon-and-adamw") and (has("layout", "split") or has("model", "unet")))
         or (has("precision", "bf16") and (lacks("optimizer", "sgd") or has("layout", "split")))
-        or (has("precision", "bf16") and has("model", "dropping"))
+        or (
+            has("precision", "bf16")
+            and (has("model", "dropping", "recurrent", "complex") or has("format", "channels-last"))
+        )
+        or (has("format", "channels-last") and (lacks("model", "cnn", "unet") or has("layout", "split")))
+        or (has("model", "complex") and (has("optimizer", "muon-and-adamw") or has("delay", *AHEAD)))
     )
 
 
@@ -113,7 +124,7 @@ class Together(torch.optim.Optimizer):
 def optimizers_of(run: Run, model: nn.Module) -> list[torch.optim.Optimizer]:
     """Return the optimizer of a run, or both."""
     if run["precision"] == "bf16":  # smaller steps: float32 is compared
-        return [torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)]
+        return [torch.optim.SGD(model.parameters(), lr=1e-2 if run["clipping"] == "unclipped" else 2e-2, momentum=0.9)]
     if run["optimizer"] != "muon-and-adamw":
         return [OPTIMIZERS[run["optimizer"]](model)]
     matrices, rest = ([p for p in model.parameters() if (p.dim() == 2) == wanted] for wanted in (True, False))
@@ -121,13 +132,18 @@ def optimizers_of(run: Run, model: nn.Module) -> list[torch.optim.Optimizer]:
 
 
 def model_of(run: Run) -> nn.Module:
-    model = CASES[run["model"]].model()
+    model = COVERED[run["model"]].model()
     return model.float() if run["precision"] == "bf16" else model
 
 
 def batches_of(run: Run) -> list[tuple[Any, Any]]:
-    batches = CASES[run["model"]].batches(list(SIZES))
-    return torch.utils._pytree.tree_map(single, batches) if run["precision"] == "bf16" else batches
+    batches = COVERED[run["model"]].batches(list(SIZES))
+    return tree_map(single, batches) if run["precision"] == "bf16" else batches
+
+
+def before(inputs: Any) -> Any:
+    """Change inputs in front of the model: numbers by a line, words by another one."""
+    return tree_map(lambda x: x * 1.5 - 0.25 if x.is_floating_point() else (x + 1) % WORDS, inputs)
 
 
 def plan_of(run: Run) -> Plan:
@@ -151,7 +167,8 @@ def plan_of(run: Run) -> Plan:
             plan = Plan(stages=(first, second), **table)
     policies = MIXED[-len(plan.stages) :] if run["policy"] == "mixed" else (run["policy"],) * len(plan.stages)
     narrow = "bf16" if run["precision"] == "bf16" else None
-    stages = [replace(s, policy=policy, precision=narrow) for s, policy in zip(plan.stages, policies, strict=True)]
+    formats: dict[str, Any] = {"precision": narrow, "channels_last": run["format"] == "channels-last"}
+    stages = [replace(s, policy=policy, **formats) for s, policy in zip(plan.stages, policies, strict=True)]
     plan = replace(
         plan,
         stages=tuple(stages),
@@ -169,7 +186,7 @@ def plan_of(run: Run) -> Plan:
 
 def train_on(pool: onebox.Pool, run: Run) -> Outcome:
     """Train on a pool; the replicas are compared after each step."""
-    case, model = CASES[run["model"]], model_of(run)
+    case, model = COVERED[run["model"]], model_of(run)
     optimizers = optimizers_of(run, model)
     options: dict[str, Any] = {"overlap": run["delay"] == "overlap", "seed": SEED, "check_every": 1}
     options["loss_reduction"] = "mean"  # not tested here
@@ -177,6 +194,9 @@ def train_on(pool: onebox.Pool, run: Run) -> Outcome:
         options |= {"staleness": 1, "delay": run["delay"], "warm_up": WARM_UP}
     if run["clipping"] == "clipped":
         options["clip_grad_norm"] = MAX_NORM
+    if run["front"] == "on-device":
+        options["on_device"] = before
+    options["fuse"] = run["activations"] == "fused"
     optimizer = optimizers if len(optimizers) > 1 else optimizers[0]
     with onebox.Trainer(model, case.loss, optimizer, **grouped(pool=pool, plan=plan_of(run), **options)) as trainer:
         losses = [trainer.step(*batch) for batch in batches_of(run)]
@@ -190,7 +210,7 @@ def train_on(pool: onebox.Pool, run: Run) -> Outcome:
 @functools.cache
 def _reference(*settings: tuple[str, str], rounded: bool) -> Outcome:
     run = dict(settings)
-    case, model = CASES[run["model"]], model_of(run)
+    case, model = COVERED[run["model"]], model_of(run)
     optimizers = optimizers_of(run, model)
     optimizer = Together(optimizers) if len(optimizers) > 1 else optimizers[0]
     options: dict[str, Any] = {"around": drawing(SEED) if case.draws else None}
@@ -200,14 +220,17 @@ def _reference(*settings: tuple[str, str], rounded: bool) -> Outcome:
     if run["delay"] not in EXACT:
         trained = functools.partial(train_late, delay=run["delay"], warm_up=WARM_UP)
 
+    batches = batches_of(run)
+    if run["front"] == "on-device":
+        batches = [(before(inputs), targets) for inputs, targets in batches]
     rounding: AbstractContextManager[Any] = Rounding() if rounded else nullcontext()
     with rounding:
-        return trained(model, case.loss, optimizer, batches_of(run), MICRO_BATCH, **options)
+        return trained(model, case.loss, optimizer, batches, MICRO_BATCH, **options)
 
 
 def reference(run: Run, *, rounded: bool) -> Outcome:
     """Train in this process; what is the same for several runs is done once."""
-    seen = [(kind, run[kind]) for kind in ("model", "optimizer", "delay", "precision", "clipping")]
+    seen = [(kind, run[kind]) for kind in ("model", "optimizer", "delay", "precision", "clipping", "front")]
     return _reference(*((kind, "exact" if value in EXACT else value) for kind, value in seen), rounded=rounded)
 
 
