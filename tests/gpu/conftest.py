@@ -14,19 +14,23 @@ import pytest
 import torch
 
 from onebox.worker.device import ComputeDevice
+from tests.kit.modelled import install
 
 KINDS = ("cuda", "cpu", "model")
 
 
 @pytest.fixture(scope="session")
-def device_kind() -> str:
-    """Return the kind of the devices, one of :data:`KINDS`."""
+def device_kind() -> Iterator[str]:
+    """The kind of the devices, one of :data:`KINDS`."""
     kind = os.environ.get("ONEBOX_TEST_DEVICE", "cuda")
     if kind not in KINDS:
         raise ValueError(f"ONEBOX_TEST_DEVICE is {kind!r}; allowed are {', '.join(KINDS)}")
     if kind == "cuda" and not torch.cuda.is_available():
         pytest.skip("no CUDA device on this machine")
-    return kind
+    with pytest.MonkeyPatch.context() as patch:
+        if kind == "model":
+            install(patch)
+        yield kind
 
 
 @pytest.fixture(scope="session")

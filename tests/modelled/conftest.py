@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from onebox.worker.accelerator import ModelAccelerator
+from tests.kit.accelerator import ModelAccelerator
 from tests.unit.machines import rigs_on
 
 SEEDS = range(3)

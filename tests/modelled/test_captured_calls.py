@@ -11,8 +11,8 @@ import torch
 from onebox.wire import Operator, Program, SlotArgument, TensorSpec, with_deaths
 from onebox.wire.protocol.instructions import Call, Free
 from onebox.wire.protocol.requests import Define, Put, Routine, Run, SetNumerics
-from onebox.worker.accelerator.model import ModelAccelerator
 from onebox.worker.device import ComputeDevice
+from tests.kit.accelerator import ModelAccelerator
 from tests.unit.machines import Rig, define
 
 SPEC = TensorSpec("float64", (8, 64))

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.nn import functional
 
-from onebox.worker.accelerator import ModelAccelerator
-from onebox.worker.accelerator.model.streams import ModelledFailure
+from tests.kit.accelerator import ModelAccelerator
+from tests.kit.accelerator.streams import ModelledFailure
 
 X = torch.arange(64, dtype=torch.float64).reshape(8, 8) / 7
 

@@ -12,13 +12,13 @@ from torch import Tensor
 
 from onebox.wire import Many, Operator, Program, SlotArgument, TensorSpec, with_deaths
 from onebox.worker.accelerator import Accelerator, accelerator_for
-from onebox.worker.accelerator.model import ModelAccelerator
 from onebox.worker.device import seed_of
 from onebox.worker.memory.buffers import BufferStore, QuotaExceeded
 from onebox.worker.programs import graphs
 from onebox.worker.programs.graphs import GraphMemory
 from onebox.worker.programs.interpreter import CompiledProgram
 from onebox.worker.progress import WorkerProgress
+from tests.kit.accelerator import ModelAccelerator
 from tests.kit.models import CASES, FATED
 from tests.unit.graph.staged import Traced, order_of, trace, traced_case
 

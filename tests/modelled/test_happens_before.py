@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onebox.worker.accelerator.model.happens_before import Access, AccessCheck, byte_ranges, join
+from tests.kit.accelerator.happens_before import Access, AccessCheck, byte_ranges, join
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,6 @@ from onebox.wire import TensorSpec
 from onebox.wire.protocol.instructions import Call, Evict, Free, Offload, OptimizerStep, Prefetch
 from onebox.wire.protocol.requests import Define, OptimizerSpec, Put
 from onebox.wire.protocol.snapshots import Drop, Fill, Read, Snapshot
-from onebox.worker.accelerator import ModelAccelerator
 from onebox.worker.comm.api import RankLost
 from onebox.worker.comm.shm.gpu_sender import StreamShmCopier
 from onebox.worker.comm.shm.group import ShmGroup
@@ -21,6 +20,7 @@ from onebox.worker.faults import FaultInjector
 from onebox.worker.memory.async_copy import CopyStream
 from onebox.worker.optimizer.host_parameters import HostParameters
 from onebox.worker.snapshots.slots import SnapshotSlots
+from tests.kit.accelerator import ModelAccelerator
 from tests.unit.machines import Rig, define, elementwise
 from tests.unit.ranks import run_ranks
 

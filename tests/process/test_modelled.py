@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 import onebox
 from onebox.plan import ASYNC, Plan
-from onebox.pool import open_pool
+from tests.kit.modelled import open_modelled
 from tests.kit.models import CASES, FATED, OPTIMIZERS
 from tests.kit.pools import untouched
 from tests.kit.reference import Outcome, assert_same
@@ -38,7 +38,7 @@ SEEDS = [pytest.param(seed, id=f"seed{seed}") for seed in range(4)]
 @pytest.fixture(scope="module", params=SEEDS)
 def pool(request: pytest.FixtureRequest) -> Iterator[onebox.Pool]:
     """Three modelled accelerators, of other schedules for each seed."""
-    with open_pool(f"model:{3 * request.param}*3", threads=1) as opened:
+    with open_modelled(3, seed=3 * request.param) as opened:
         yield opened
 
 

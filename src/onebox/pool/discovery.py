@@ -23,7 +23,7 @@ _GRAMMAR = (
 )
 
 _PART = re.compile(
-    r"(?P<name>cpu|sim|(?:cuda|model)(?::(?P<index>\d{1,3}))?)(?:\*(?P<count>[1-9]\d{0,2}))?(?:@(?P<speed>\d{1,6}(?:\.\d{1,9})?))?"
+    r"(?P<kind>[a-z]{1,20})(?::(?P<index>\d{1,3}))?(?:\*(?P<count>[1-9]\d{0,2}))?(?:@(?P<speed>\d{1,6}(?:\.\d{1,9})?))?"
 )
 
 
@@ -32,7 +32,7 @@ class DeviceRequest:
     """One worker to start.
 
     Args:
-        device: ``cpu``, ``cuda:k`` or ``sim``; or for tests ``model:SEED``, a modelled accelerator.
+        device: ``cpu``, ``cuda:k`` or ``sim``; or ``KIND:k``, an accelerator of an installed package.
         threads: Threads that its CPU operators may use.
         speed: Fraction of its full speed that a CPU is to work at; for ``sim``, the divisor of costs.
         sharing: Workers of the pool that share its GPU, itself included; 1 for other devices.
@@ -92,16 +92,15 @@ def requested_devices(spec: str = "auto", threads: int | None = None) -> list[De
     found: list[tuple[str, float]] = []
     for part in _default(accelerators) if whole == "auto" else spec.split(","):
         found += _expand(part.strip(), spec, accelerators)
-    processors, cards = (sum(name.startswith(kind) for name, _ in found) for kind in (("cpu", "model"), "cuda"))
-    shares = {
-        "sim": 1,
-        "cpu": threads or max(1, (cores() - cards) // max(1, processors)),  # a GPU's worker keeps a core busy
-        "cuda": threads or max(1, cores() // max(1, processors + cards)),
-    }
-    shares["model"] = shares["cpu"]
+    cards = sum(name.startswith("cuda") for name, _ in found)
+    processors = sum(not name.startswith(("cuda", "sim")) for name, _ in found)
+    others = threads or max(1, (cores() - cards) // max(1, processors))  # a GPU's worker keeps a core busy
+    shares = {"sim": 1, "cuda": threads or max(1, cores() // max(1, processors + cards))}
     on_gpus = Counter(name for name, _ in found if name.startswith("cuda"))
     return [
-        DeviceRequest(device=name, threads=shares[name.split(":")[0]], speed=speed, sharing=on_gpus.get(name, 1))
+        DeviceRequest(
+            device=name, threads=shares.get(name.split(":")[0], others), speed=speed, sharing=on_gpus.get(name, 1)
+        )
         for name, speed in found
     ]
 
@@ -113,19 +112,30 @@ def _default(accelerators: int) -> list[str]:
 def _expand(part: str, spec: str, accelerators: int) -> list[tuple[str, float]]:
     """Return name and speed of each device of one part of a specification."""
     match = _PART.fullmatch(part)
-    cuda = part.startswith("cuda")
-    if not match or (cuda and match["count"]):
+    kind = match["kind"] if match else ""
+    numbered, cuda = kind not in ("cpu", "sim"), kind == "cuda"
+    if not match or (cuda and match["count"]) or (match["index"] and not numbered) or not is_known(kind):
         raise UsageError(f"pool {spec!r} is not understood at {part!r}{suggestion(part)}; allowed: {_GRAMMAR}")
     speed = float(match["speed"] or 1)
     if speed <= 0 or (speed > 1 and not part.startswith("sim")) or (cuda and match["speed"]):
         allowed = "above 0 for sim, above 0 and up to 1 for cpu (what slows it down), none for cuda"
         raise UsageError(f"pool {spec!r} asks for speed {match['speed']} at {part!r}; allowed: {allowed}")
-    if part.startswith("model"):
-        seed, count = int(match["index"] or 0), int(match["count"] or 1)
-        return [(f"model:{seed + number}", speed) for number in range(count)]
+    count = int(match["count"] or 1)
+    if not numbered:
+        return [(kind, speed)] * count
     if not cuda:
-        return [(match["name"], speed)] * int(match["count"] or 1)
+        first = int(match["index"] or 0)
+        return [(f"{kind}:{index}", speed) for index in range(first, first + count)]
     wanted = range(accelerators) if match["index"] is None else [int(match["index"])]
     if not wanted or any(index >= accelerators for index in wanted):
         raise UsageError(f"pool {spec!r} asks for {part}, but this machine has {accelerators} CUDA devices")
     return [(f"cuda:{index}", 1.0) for index in wanted]
+
+
+def is_known(kind: str) -> bool:
+    """Return whether there are devices of a kind, also of packages that are installed."""
+    if kind in ("cpu", "sim", "cuda"):
+        return True
+    from onebox.worker.accelerator import is_installed
+
+    return is_installed(kind)

@@ -53,7 +53,7 @@ def _described(number: int, request: DeviceRequest, quota: int) -> DeviceInfo:
     capability, processors, nccl, used = (0, 0), 0, False, NO_INSTRUCTION_SETS
     if request.device == "sim":
         name, memory = PRODUCT, quota or MEMORY_BYTES
-    elif request.device == "cpu" or request.device.startswith("model"):
+    elif not request.device.startswith("cuda"):
         device = ComputeDevice("cpu", torch.get_num_threads())
         name, memory, used = device.product_name(), device.memory_bytes(), device.instructions()
     else:

@@ -14,7 +14,7 @@ from msgspec import Meta, Struct
 
 from onebox.errors import UsageError
 from onebox.files import read_regular
-from onebox.pool.discovery import MOST_CPU_WORKERS
+from onebox.pool.discovery import MOST_CPU_WORKERS, is_known
 from onebox.pool.keys.keyring import full_address
 from onebox.pool.spec_suggestion import suggestion
 from onebox.sizes import Budgets, parse_budgets
@@ -35,7 +35,10 @@ _FILE_BYTES = 1 << 20
 THIS_MACHINE = "local"
 """Address of this machine in a file of hosts."""
 
-_LOCAL = re.compile(r"(?:auto|cpu|cuda|sim|model)(?![\w.-])", re.ASCII)
+_LOCAL = re.compile(r"(?:auto|cpu|cuda|sim)(?![\w.-])", re.ASCII)
+_NUMBERED = re.compile(r"([a-z]{1,20}):\d{1,3}(?!\d)", re.ASCII)
+"""An accelerator of an installed package, or a host with a port that no agent has."""
+
 _DEVICE = re.compile(r"auto|cpu(?:\*[1-9]\d{0,2})?|(?:cuda|sim)(?::\d{1,3}|\*[1-9]\d{0,2})?", re.ASCII)
 
 
@@ -142,7 +145,8 @@ def _part(text: str, spec: str) -> LocalPart | AgentPart:
     if not text:
         where = "beside a comma" if "," in spec else "at all"
         raise UsageError(f"pool {spec!r} names nothing {where}; allowed: {GRAMMAR}")
-    if _LOCAL.match(text):
+    numbered = _NUMBERED.match(text)
+    if _LOCAL.match(text) or (numbered and is_known(numbered[1])):
         return LocalPart(devices=text)
     address, slash, device = text.partition("/")
     try:

@@ -12,6 +12,7 @@ import torch
 from onebox.agent.host_devices import DeviceLoad, offered_devices
 from onebox.errors import UsageError
 from onebox.pool.discovery import cores
+from tests.kit.modelled import install
 
 
 @pytest.fixture
@@ -70,7 +71,10 @@ def test_emulated_devices_are_offered_where_they_are_named() -> None:
         ("cpu", {"memory_bytes": 0}, "at least 1 is needed"),
     ],
 )
-def test_what_cannot_be_offered_is_refused(spec: str, caps: dict[str, Any], what: str) -> None:
+def test_what_cannot_be_offered_is_refused(
+    spec: str, caps: dict[str, Any], what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(monkeypatch)
     with pytest.raises(UsageError, match=what):
         offered_devices(spec, **caps)
 

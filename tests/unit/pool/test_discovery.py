@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 from onebox.errors import UsageError
 from onebox.pool import discovery
 from onebox.pool.discovery import MOST_CPU_WORKERS, DeviceRequest, requested_devices
+from onebox.pool.spec import LocalPart, parse_spec
+from tests.kit.modelled import install
 
 
 @pytest.fixture(params=[0, 3], ids=["no accelerator", "three accelerators"])
@@ -52,6 +54,17 @@ def test_lists(accelerators: int, spec: str, expected: list[str]) -> None:
     else:
         with pytest.raises(UsageError, match="this machine has 0 CUDA devices"):
             requested_devices(spec)
+
+
+def test_accelerators_of_installed_packages(accelerators: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UsageError, match="not understood"):
+        requested_devices("model:4*3")
+    with pytest.raises(UsageError, match="not understood"):
+        parse_spec("model:4*3")
+    install(monkeypatch)
+    assert names("model:4*3,cpu,model") == ["model:4", "model:5", "model:6", "cpu", "model:0"]
+    assert [each.threads for each in requested_devices("model:4*3,sim")] == [2, 2, 2, 1]
+    assert parse_spec("model:4*3,lab1:717") == (LocalPart(devices="model:4*3"), *parse_spec("lab1:717"))
 
 
 def test_workers_that_share_a_gpu_know_it(accelerators: int) -> None:

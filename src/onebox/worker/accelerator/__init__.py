@@ -6,6 +6,8 @@ device asks :attr:`Accelerator.asynchronous`.
 
 from __future__ import annotations
 
+from importlib.metadata import entry_points
+
 import torch
 
 from onebox.worker.accelerator.cpu import HostAccelerator
@@ -19,7 +21,6 @@ from onebox.worker.accelerator.interface import (
     Event,
     Graph,
 )
-from onebox.worker.accelerator.model import ModelAccelerator
 
 __all__ = [
     "KERNELS_AT_ONCE",
@@ -32,6 +33,7 @@ __all__ = [
     "Graph",
     "HostAccelerator",
     "accelerator_for",
+    "is_installed",
     "needs_driver",
 ]
 
@@ -41,20 +43,34 @@ KERNELS_AT_ONCE = "CUDA_MODULE_LOADING", "EAGER"
 at its first use, which may wait for all work of the device: a receive there would wait for a send that comes later."""
 
 
+GROUP = "onebox.accelerators"
+"""Group of entry points."""
+
+_OWN = "cpu", "cuda", "meta"
+
+
 def accelerator_for(name: str) -> Accelerator:
     """Return the accelerator of a device, for this process.
 
     Args:
         name: The name of the device, by PyTorch: ``cpu``, ``cuda:k``, or ``meta`` for tensors without elements; or
-            ``model:SEED``, a modelled accelerator for tests.
+            ``KIND:k`` of an installed package (:func:`is_installed`).
 
     Raises:
         RuntimeError: PyTorch knows no such device, or this machine lacks it.
     """
-    if name.startswith("model:"):
-        return ModelAccelerator(int(name.removeprefix("model:")))
+    kind, _, index = name.partition(":")
+    for entry in () if kind in _OWN else entry_points(group=GROUP, name=kind):
+        made: Accelerator = entry.load()(int(index or 0))
+        return made
     device = torch.device(name)
     return CudaAccelerator(device) if device.type == "cuda" else HostAccelerator(device)
+
+
+def is_installed(kind: str) -> bool:
+    """Return whether an installed package has accelerators of some kind: an entry point of this name and of the group
+    :data:`GROUP`, that makes one by its number."""
+    return kind not in _OWN and bool(entry_points(group=GROUP, name=kind))
 
 
 def needs_driver(name: str) -> bool:

@@ -249,7 +249,7 @@ def test_another_device_stands_in_for_a_group() -> None:
 
 STEPS = """
 import sys, torch
-from onebox.worker.accelerator import ModelAccelerator
+from tests.kit.accelerator import ModelAccelerator
 device = ModelAccelerator(0, memory_bytes=64 << 20)
 landing = device.pinned(64).view(torch.float64)
 with torch.inference_mode():

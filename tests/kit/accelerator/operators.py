@@ -18,9 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-from onebox.worker.accelerator.model.allocator import CachingAllocator, PinnedMemory
-from onebox.worker.accelerator.model.happens_before import Range, byte_ranges
-from onebox.worker.accelerator.model.streams import Kernel, Scheduler
+from tests.kit.accelerator.allocator import CachingAllocator, PinnedMemory
+from tests.kit.accelerator.happens_before import Range, byte_ranges
+from tests.kit.accelerator.streams import Kernel, Scheduler
 
 aten = torch.ops.aten
 

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from onebox.worker.accelerator.interface import DeviceIdentity, DeviceMemory, DeviceTensors
-from onebox.worker.accelerator.model import operators
-from onebox.worker.accelerator.model.allocator import CachingAllocator, PinnedMemory
-from onebox.worker.accelerator.model.graph import ModelGraph, capture
-from onebox.worker.accelerator.model.happens_before import Race
-from onebox.worker.accelerator.model.streams import ModelStream, Scheduler
+from tests.kit.accelerator import operators
+from tests.kit.accelerator.allocator import CachingAllocator, PinnedMemory
+from tests.kit.accelerator.graph import ModelGraph, capture
+from tests.kit.accelerator.happens_before import Race
+from tests.kit.accelerator.streams import ModelStream, Scheduler
 
 _Made = TypeVar("_Made")
 

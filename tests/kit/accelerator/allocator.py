@@ -13,9 +13,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from onebox.worker.accelerator.model.happens_before import Range
-from onebox.worker.accelerator.model.memory import HOST, PRIVATE, TrackedMemory
-from onebox.worker.accelerator.model.streams import Kernel, ModelEvent, ModelStream, Scheduler
+from tests.kit.accelerator.happens_before import Range
+from tests.kit.accelerator.memory import HOST, PRIVATE, TrackedMemory
+from tests.kit.accelerator.streams import Kernel, ModelEvent, ModelStream, Scheduler
 
 ALIGN_BYTES = 512
 """Alignment of blocks, as of PyTorch's allocator for CUDA."""

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from onebox.worker.accelerator.model.happens_before import Access, AccessCheck, Clock, Race, Range, join
+from tests.kit.accelerator.happens_before import Access, AccessCheck, Clock, Race, Range, join
 
 MOST_QUEUED = 20_000
 """Kernels that may be queued; a driver makes the host wait at about a thousand."""

@@ -15,9 +15,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from onebox.worker.accelerator.model.allocator import CachingAllocator
-from onebox.worker.accelerator.model.operators import ModelOperators
-from onebox.worker.accelerator.model.streams import Kernel, Scheduler
+from tests.kit.accelerator.allocator import CachingAllocator
+from tests.kit.accelerator.operators import ModelOperators
+from tests.kit.accelerator.streams import Kernel, Scheduler
 
 _Made = TypeVar("_Made")
 
