@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-QUICK_S, CASE_S, TEST_S = 0.5, 2.0, 6.0
+QUICK_S, CASE_S, TEST_S = 0.8, 2.5, 6.0
 
 LONG = ("tests/net/", "tests/process/cluster/", "tests/recorded/")
 """Folders whose tests need several machines, whole clusters or many runs."""

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+import torch
 
 import onebox
 from tests.kit.models import CASES, OPTIMIZERS
@@ -166,3 +167,30 @@ def test_links_between_islands_carry_their_outer_steps(fleet: Fleet) -> None:
         outer_bytes[event.use.source, event.use.target] += event.use.size_bytes
     assert outer_bytes == carried
     assert {event.step for event in events} >= {3, 7}, "the steps before outer ones"
+
+
+@pytest.mark.feature("Islands: Find them by measured links")
+def test_islands_are_the_hosts_that_are_near_each_other(fleet: Fleet, network: Network) -> None:
+    case, runs = CASES["mlp"], []
+    try:
+        network[MACHINES[-1]].limit(4_000_000)
+    except RuntimeError as error:
+        pytest.skip(f"no links of a limited rate here: {error}")
+    try:
+        with fleet.client(), onebox.open(fleet.spec(), threads=1) as pool:
+            for islands in ("auto", [[0, 1], [2]]):
+                model = case.model()
+                arguments: dict[str, Any] = {"islands": islands, "outer": onebox.Outer(every=2, shares="equal")}
+                optimizer = OPTIMIZERS["sgd"](model)
+                with onebox.Trainer(model, case.loss, optimizer, pool=pool, **arguments) as trainer:
+                    losses = [trainer.step(*batch) for batch in case.batches([12] * 4)]
+                    trainer.pull()
+                    found = [sorted(plan.devices) for plan in trainer.island_plans]
+                    runs.append((found, [float(loss) for loss in losses], dict(model.state_dict())))
+    finally:
+        network[MACHINES[-1]].unlimit()
+    (found, losses, weights), (given, expected, wanted) = runs
+    assert found == given == [[0, 1], [2]]
+    assert losses == pytest.approx(expected, abs=1e-10)
+    for name, tensor in wanted.items():
+        torch.testing.assert_close(weights[name], tensor, rtol=0, atol=1e-10)

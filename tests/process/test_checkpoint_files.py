@@ -271,6 +271,14 @@ def test_a_checkpoint_of_something_else_is_refused(
         resume(pools, saved, case=case, optimizer=optimizer)
 
 
+def test_an_optimizer_of_another_model_is_refused(saved: Path, pools: Pools) -> None:
+    model = CASES["mlp"].model()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(UsageError, match="neither the model's nor the loss's"):
+        onebox.Trainer.resume(saved, model, CASES["mlp"].loss, adamw(CASES["mlp"].model()), pool=pools(1))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
 def test_a_model_of_other_types_is_refused(saved: Path, pools: Pools) -> None:
     model = CASES["mlp"].model(torch.float32)
     with pytest.raises(CheckpointError, match=r"float64.* there and .*float32.* in the model"):

@@ -46,6 +46,7 @@ METHODS = {
 REPLACED = {
     "graph/capture/attention.py": {"types.FunctionType"},
     "graph/capture/guards.py": {"types.FunctionType"},
+    "graph/capture/reading.py": {"types.FunctionType"},
     "vgpu/distributed/ranks.py": {"torch.multiprocessing.spawn", "torch.multiprocessing.spawn.ProcessRaisedException"},
     "pool/sharing/attached_pool.py": {"multiprocessing.util", "multiprocessing.util.Finalize"},
     "vgpu/integration/serialization.py": {"multiprocessing.reduction", "multiprocessing.reduction.ForkingPickler"},

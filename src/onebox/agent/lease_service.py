@@ -8,7 +8,7 @@ from functools import partial
 
 from onebox.agent.admission import explain_invalid
 from onebox.agent.leases import Client, Decision, Dequeue, End, Grant, Leases, Refuse, Wait
-from onebox.agent.log_rate_limit import LogValue, Reporter
+from onebox.agent.reporter import LogValue, Reporter
 from onebox.agent.sessions import SessionFaultIsolator
 from onebox.agent.workers import (
     ForkServerReused,

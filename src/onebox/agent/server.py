@@ -22,7 +22,7 @@ from onebox.agent.host_devices import DeviceLoad
 from onebox.agent.lease_processes import LeaseIsolation
 from onebox.agent.lease_service import LeaseService
 from onebox.agent.leases import Leases
-from onebox.agent.log_rate_limit import EventSink, Reporter
+from onebox.agent.reporter import EventSink, Reporter
 from onebox.agent.session_channel import SessionChannel
 from onebox.agent.sessions import Session, newest
 from onebox.agent.workers import Workers

@@ -15,8 +15,8 @@ from contextlib import suppress
 import zmq
 
 from onebox.agent.leases import Client
-from onebox.agent.log_rate_limit import Reporter
-from onebox.agent.sessions import TOO_MANY, Session, Sessions
+from onebox.agent.reporter import Reporter
+from onebox.agent.sessions import Session, Sessions
 from onebox.errors import WireError
 from onebox.wire import ReceiveWatch, connection_of
 from onebox.wire.protocol.agents import TOKEN_BYTES, AgentResponse, Refused, Renew, decode_request, encode_agent
@@ -77,10 +77,8 @@ class SessionChannel:
             if len(frames) != _FRAMES or len(frames[1]) != TOKEN_BYTES:  # not of this protocol: one frame after a token
                 continue
             session = self._session(str(frames[2].get("User-Id")), frames, now_s)
-            if session is not None and session.rate.allows(now_s):
+            if session is not None:
                 yield session, frames[0].bytes, frames[2].bytes
-            elif session is not None:
-                self._refuse(session.client, frames, TOO_MANY, now_s)
 
     def send(self, client: Client, message: AgentResponse, now_s: float) -> None:
         """Send a message to a session, and store it in case it is lost with a connection."""
@@ -124,13 +122,8 @@ class SessionChannel:
         return frames
 
     def _refuse(self, client: Client, frames: list[zmq.Frame], why: str, now_s: float) -> None:
-        """Note that a message is not taken, and say so to its client, unless it has been told often enough just now.
-
-        A heartbeat is not answered: the next one is soon there.
-        """
+        """Note that a message is not taken, and say so to its client, unless it is a heartbeat, which comes again."""
         self._report.refusal("over-limit", client.name, now_s, client=client.name, reason=why)
-        if not self._sessions.may_refuse(client, now_s):
-            return
         with suppress(WireError, zmq.Again):
             request = decode_request(frames[2].bytes)
             if not isinstance(request, Renew):
@@ -148,10 +141,10 @@ class SessionChannel:
             client = Client(key, token, name)
             found = self._sessions.find(client, now_s, self._busy)
             if found is None:
-                self._refuse(client, frames, self._sessions.explain_refusal(client, self._busy), now_s)
+                self._refuse(client, frames, self._sessions.explain_refusal(client), now_s)
             return found
         known = self._sessions.get(Client(key, token))  # it was accepted when it connected
-        if known is not None and known.rate.allows(now_s):
+        if known is not None:
             known.route = route
             self._transmit(known, Refused(0, "removed", REMOVED), now_s)
         return None

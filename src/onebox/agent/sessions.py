@@ -1,4 +1,4 @@
-"""The client sessions of an agent, limited in number and message rate. Pure.
+"""The client sessions of an agent, limited in number. Pure.
 
 A session is identified by a client's key, with which its connection was opened, and a token that the client chose. It
 outlives its connection: a client that reconnects with the same token continues it.
@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from onebox.agent.leases import Client
-from onebox.agent.log_rate_limit import Reporter, TokenBucket
+from onebox.agent.reporter import Reporter
 from onebox.wire.protocol.agents import AgentResponse, LogLines, Renewed, Stock
 
 SESSIONS = 1024
@@ -22,10 +22,6 @@ SESSIONS = 1024
 
 SESSIONS_OF_ONE = 64
 """The most sessions of one key."""
-
-NEW_S = 0.05
-"""Interval of new sessions of one key beyond the limit's burst: the message bursts that come with new sessions stay
-below the limit of so many sessions."""
 
 IDLE_S = 60.0
 """How long an idle session without leases is kept."""
@@ -39,27 +35,15 @@ LOG_BYTES = 512 << 10
 _FLIGHT_S = 1.0
 _REMEMBERED = 64
 
-_BURST = 100.0
-_EVERY_S = 0.02
-
-REFUSALS = 8.0, 1.0
-"""Answers to a key's messages that are not taken: a burst, then one in so many seconds."""
-
-TOO_MANY = (
-    f"this session sends too much, and this request was not taken: allowed are {1 / _EVERY_S:g} messages a second "
-    f"after {_BURST:g} at once; ask again in a moment, and less often"
-)
-
 
 @dataclass
 class Session:
-    """A session: its client, its last connection, its message rate, its version check, its latest messages.
+    """A session: its client, its last connection, its version check, its latest messages.
 
     Messages in flight at an interruption are lost without notice to either side; clients ignore duplicates.
     """
 
     client: Client
-    rate: TokenBucket
     heard_s: float
     route: bytes = b""
     introduced: bool = False
@@ -90,14 +74,12 @@ class Sessions:
 
     def __init__(self) -> None:
         self._known: dict[Client, Session] = {}
-        self._new: dict[str, TokenBucket] = {}
-        self._refusals: dict[str, TokenBucket] = {}
 
     def __len__(self) -> int:
         return len(self._known)
 
     def find(self, client: Client, now_s: float, busy: Callable[[Client], bool]) -> Session | None:
-        """Return a session, a new one if it is unknown; None if there are too many, or new ones too often.
+        """Return a session, a new one if it is unknown; None if there are too many.
 
         Args:
             client: Its client.
@@ -106,36 +88,19 @@ class Sessions:
         """
         session = self._known.get(client)
         if session is None:
-            new = self._new.setdefault(client.key, TokenBucket(SESSIONS_OF_ONE, NEW_S, now_s))
-            if not new.allows(now_s) or not self._room_for(client, busy):
+            if not self._room_for(client, busy):
                 return None
-            session = self._known[client] = Session(client, TokenBucket(_BURST, _EVERY_S, now_s), now_s)
+            session = self._known[client] = Session(client, now_s)
         return session
 
-    def explain_refusal(self, client: Client, busy: Callable[[Client], bool]) -> str:
-        """Say why :meth:`find` has just returned no session, and what to do.
-
-        Args:
-            client: The client.
-            busy: As for :meth:`find`.
-        """
-        crowd = self._crowd(client)
-        if crowd and all(busy(session.client) for session in crowd):
-            mine = sum(session.client.key == client.key for session in self._known.values())
-            return (
-                f"there are {mine} sessions of this client and {len(self)} in all, and none of them is idle; allowed "
-                f"are {SESSIONS_OF_ONE} of a client and {SESSIONS} in all: close pools that hold leases here, or come "
-                "back when others have"
-            )
+    def explain_refusal(self, client: Client) -> str:
+        """Say why :meth:`find` has just returned no session, and what to do."""
+        mine = sum(session.client.key == client.key for session in self._known.values())
         return (
-            f"this client opens sessions too often: after {SESSIONS_OF_ONE} at once a new one is allowed every "
-            f"{NEW_S:g} s; try again in a moment, and let one pool serve many runs"
+            f"there are {mine} sessions of this client and {len(self)} in all, and none of them is idle; allowed "
+            f"are {SESSIONS_OF_ONE} of a client and {SESSIONS} in all: close pools that hold leases here, or come "
+            "back when others have"
         )
-
-    def may_refuse(self, client: Client, now_s: float) -> bool:
-        """Return whether a message of a client that is not taken may be answered: so often that a person learns of it,
-        and so seldom that it costs neither the agent nor the network anything."""
-        return self._refusals.setdefault(client.key, TokenBucket(*REFUSALS, now_s)).allows(now_s)
 
     def get(self, client: Client) -> Session | None:
         """Return a known session."""
@@ -146,14 +111,10 @@ class Sessions:
         self._known.pop(client, None)
 
     def forget(self, now_s: float, busy: Callable[[Client], bool]) -> None:
-        """Remove sessions that have long been idle, and rate limits of keys that are full again."""
+        """Remove sessions that have long been idle."""
         for client, session in list(self._known.items()):
             if now_s - session.heard_s > IDLE_S and not busy(client):
                 del self._known[client]
-        here = {client.key for client in self._known}
-        for rates in (self._new, self._refusals):
-            for key in [key for key, rate in rates.items() if key not in here and rate.full(now_s)]:
-                del rates[key]
 
     def _room_for(self, client: Client, busy: Callable[[Client], bool]) -> bool:
         """Return whether there is room for one more session, evicting the idle one that was silent the longest if

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 import zmq
 from zmq.utils import z85
 
-from onebox.agent.log_rate_limit import Reporter
+from onebox.agent.reporter import Reporter
 from onebox.wire import ConnectionEvent, socket_of
 
 _BATCH = 64

@@ -133,7 +133,7 @@ def main(spec: str, place: str) -> None:
     with onebox.open(spec, threads=1) as pool:
         found["planned"] = difference(planned(pool, made, folder / "checkpoint"), expected)
         found["virtual device"] = difference(plain(made, "vgpu:1"), expected)
-    for name in "cpu*2", "auto", "sim*2", "model":
+    for name in "cpu*2", "auto", "sim*2":
         found[name] = refusal(lambda name=name: onebox.open(name))  # type: ignore[misc]
     found["file of hosts"] = refusal(lambda: onebox.open("C:\\keys\\hosts.toml"))
     found["processes"] = refusal(lambda: next(iter(feed(folder, "processes").epoch(0))))

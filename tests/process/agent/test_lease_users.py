@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import pwd
 import re
 import subprocess
 import sys
@@ -16,6 +18,7 @@ import pytest
 import torch
 
 import onebox
+from onebox.errors import OneboxError
 from onebox.pool.keys.keyring import KnownAgent, allow_client, identity, remember_agent
 from onebox.pool.launch.worker_user import running_processes
 from onebox.worker.sandbox import seccomp
@@ -50,10 +53,10 @@ def readable_by_all(command: list[str]) -> list[str]:
     return ["unshare", "--mount", "sh", "-c", LET_IN, "sh", str(base), str(closed), *command]
 
 
-@pytest.fixture(scope="module")
-def agent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path, Path]]:
-    """An agent's address, its journal, and the folder of its paired client's keys; beside it is another client's."""
-    folder = tmp_path_factory.mktemp("users")
+@contextlib.contextmanager
+def serving(folder: Path, *options: str) -> Iterator[tuple[str, Path, Path]]:
+    """Start an agent; its address, its journal, and the folder of its paired client's keys: beside it is another
+    client's."""
     owner, client, journal = folder / "owner", folder / "client", folder / "journal"
     with pytest.MonkeyPatch.context() as patch:
         for name, keys in (("ana@desk", client), ("bob@desk", client.with_name("bob"))):
@@ -63,8 +66,8 @@ def agent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path,
             allow_client(name, key)
         public = identity("agent").public
     ids = f"{IDS.start}-{IDS.stop - 1}"
-    options = ["--bind", "127.0.0.1", "--port", "0", "--devices", "cpu", "--user-ids", ids, "--journal", str(journal)]
-    line = readable_by_all([sys.executable, "-m", "onebox", "serve", *options])
+    always = ["--bind", "127.0.0.1", "--port", "0", "--devices", "cpu", "--user-ids", ids, "--journal", str(journal)]
+    line = readable_by_all([sys.executable, "-m", "onebox", "serve", *always, *options])
     environment = warm.single() | {"ONEBOX_CONFIG": str(owner)}
     said = folder / "said"
     with (
@@ -87,6 +90,13 @@ def agent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path,
         finally:
             process.terminate()
             process.wait(WAIT_S)
+
+
+@pytest.fixture(scope="module")
+def agent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path, Path]]:
+    """An agent without limits."""
+    with serving(tmp_path_factory.mktemp("users")) as started:
+        yield started
 
 
 def status(process: int) -> dict[str, str]:
@@ -178,3 +188,28 @@ def test_the_user_of_a_lease_cannot_inspect_its_fork_server(agent: tuple[str, Pa
         ]
     assert [look.returncode for look in looks] == [0, 1]
     assert b"Permission denied" in looks[1].stderr
+
+
+@pytest.mark.feature("Agents: Limit the cores and the memory that an agent offers")
+def test_an_agent_offers_no_more_than_it_is_told_to(tmp_path: Path) -> None:
+    with serving(tmp_path, "--cores", "1", "--memory", "64MiB") as (address, _, _):
+        with pytest.raises(OneboxError, match="1 core"):
+            onebox.open(f"{address}/cpu*2", threads=1)
+        with pytest.raises(OneboxError, match="64 MiB"):
+            onebox.open(f"{address}/cpu", threads=1, memory="65MiB")
+        with onebox.open(f"{address}/cpu", threads=1, memory="64MiB"):
+            assert torch.ones(1 << 20, device="vgpu:0").sum().item() == 1 << 20
+            with pytest.raises(torch.OutOfMemoryError, match="the quota is 64 MiB"):
+                torch.ones(1 << 24, dtype=torch.float64, device="vgpu:0").sum().item()
+
+
+@pytest.mark.feature("Agents: Give workers the groups of a user")
+def test_workers_have_the_groups_of_the_user_that_is_named(tmp_path: Path) -> None:
+    named = next(user for user in pwd.getpwall() if 0 < user.pw_uid < 1000)
+    with (
+        serving(tmp_path, "--user", named.pw_name) as (address, _, _),
+        onebox.open(f"{address}/cpu", threads=1, memory="64MiB") as pool,
+    ):
+        found = status(pool.process_ids[0])
+        assert {int(word) for word in found["Groups"].split()} == set(os.getgrouplist(named.pw_name, named.pw_gid))
+        assert int(found["Uid"].split()[0]) in IDS

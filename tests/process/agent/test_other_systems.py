@@ -50,7 +50,7 @@ def test_a_client_of_another_system_trains_as_one_process_does(
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     assert found["system"] == system and found["modules"] > 400 and found["batches"] == 20
     assert max(found["planned"], found["virtual device"]) <= AGREE
-    for name in "cpu*2", "auto", "sim*2", "model":
+    for name in "cpu*2", "auto", "sim*2":
         assert found[name].startswith(
             f"pool {name!r} asks for workers of this machine, which run on Linux alone, and this machine has {system}; "
             "name hosts with Linux where 'onebox serve' runs"

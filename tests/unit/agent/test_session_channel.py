@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from onebox.agent.log_rate_limit import Reporter
+from onebox.agent.reporter import Reporter
 from onebox.agent.session_channel import TURN_S, SessionChannel
 from onebox.agent.sessions import SESSIONS_OF_ONE
 from onebox.wire.protocol.agents import TOKEN_BYTES, Inspect, Refused, Renew, decode_agent_response, encode_agent
@@ -24,12 +24,12 @@ def server() -> Iterator[Server]:
     made.close()
 
 
-def channel(server: Server, told: list[str] | None = None) -> SessionChannel:
+def channel(server: Server, told: list[str] | None = None, *, busy: bool = False) -> SessionChannel:
     def tell(event: str, **fields: Any) -> None:
         if told is not None:
             told.append(event)
 
-    return SessionChannel(server.socket, lambda key: "ana", lambda client: False, Reporter(tell), server.watch)
+    return SessionChannel(server.socket, lambda key: "ana", lambda client: busy, Reporter(tell), server.watch)
 
 
 def test_a_turn_takes_messages_for_a_bounded_time(server: Server) -> None:
@@ -56,37 +56,23 @@ def test_of_a_message_of_many_parts_a_few_are_looked_at(server: Server) -> None:
     assert [message for _, _, message in made.take(time.monotonic())] == [b"this one"]
 
 
-def test_a_request_that_is_not_taken_is_answered_a_few_times_and_told_in_the_journal(server: Server) -> None:
+def test_of_too_many_sessions_each_learns_why_and_the_journal_is_told(server: Server) -> None:
     """Its client would wait for the end of its patience, and not know why."""
     client, told = server.client(), list[str]()
-    made = channel(server, told)
-    for number in range(200):
-        client.send_multipart([TOKEN, encode_agent(Inspect(number))])
-    for _ in range(20):
-        client.send_multipart([TOKEN, encode_agent(Renew(1))])
-        client.send_multipart([TOKEN, b"nonsense"])
+    made = channel(server, told, busy=True)
+    for number in range(SESSIONS_OF_ONE + 10):
+        client.send_multipart([b"%016d" % number, encode_agent(Inspect(number))])
+    for number in range(10):
+        client.send_multipart([b"%016d" % (SESSIONS_OF_ONE + number), encode_agent(Renew(1))])
+        client.send_multipart([b"%016d" % (SESSIONS_OF_ONE + number), b"nonsense"])
     now_s, taken = time.monotonic(), 0
     end_s = now_s + 10
     while server.socket.poll(500) and time.monotonic() < end_s:
         taken += len(list(made.take(now_s)))
-    assert (taken, set(told), len(told) <= 6) == (100, {"over-limit"}, True)
+    assert (taken, set(told), len(told) <= 6) == (SESSIONS_OF_ONE, {"over-limit"}, True)
     answers = []
     while client.poll(500):
         answers.append(decode_agent_response(client.recv()))
-    assert all(isinstance(answer, Refused) and "50 messages a second after 100" in answer.reason for answer in answers)
-    assert [answer.number for answer in answers if isinstance(answer, Refused)] == [*range(100, 108)]
-
-
-def test_a_session_too_many_learns_why(server: Server) -> None:
-    client, told = server.client(), list[str]()
-    made = channel(server, told)
-    for number in range(SESSIONS_OF_ONE + 1):
-        client.send_multipart([b"%016d" % number, encode_agent(Inspect(number))])
-    now_s, taken = time.monotonic(), 0
-    end_s = now_s + 10
-    while server.socket.poll(500) and time.monotonic() < end_s:
-        taken += len(list(made.take(now_s)))
-    assert (taken, told) == (SESSIONS_OF_ONE, ["over-limit"])
-    assert client.poll(5000)
-    answer = decode_agent_response(client.recv())
-    assert isinstance(answer, Refused) and answer.number == SESSIONS_OF_ONE and "too often" in answer.reason
+    assert all(isinstance(answer, Refused) and "allowed are 64 of a client" in answer.reason for answer in answers)
+    numbers = [answer.number for answer in answers if isinstance(answer, Refused)]
+    assert numbers == [*range(SESSIONS_OF_ONE, SESSIONS_OF_ONE + 10)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from onebox.agent.leases import Client
-from onebox.agent.sessions import IDLE_S, LOG_BYTES, NEW_S, REFUSALS, SESSIONS, SESSIONS_OF_ONE, Sessions, newest
+from onebox.agent.sessions import IDLE_S, LOG_BYTES, SESSIONS, SESSIONS_OF_ONE, Sessions, newest
 from onebox.wire.protocol.agents import MESSAGE_BYTES, Done, LogLines, Renewed, encode_agent
 
 
@@ -36,13 +36,6 @@ def test_of_one_key_there_are_not_too_many_and_idle_ones_make_room() -> None:
     assert sessions.get(client(1, 0)) is None and sessions.get(client(1, 1)) is not None
 
 
-def test_new_sessions_of_a_key_come_no_faster_than_old_ones_may_talk() -> None:
-    sessions = Sessions()
-    made = [sessions.find(client(1, number), number / 1000, nobody) for number in range(10_000)]
-    assert sum(session is not None for session in made) == SESSIONS_OF_ONE + 10 / NEW_S - 1
-    assert sessions.find(client(2), 10.0, nobody) is not None
-
-
 def test_a_client_that_connects_anew_ten_times_a_second_is_heard_each_time() -> None:
     sessions = Sessions()
     assert all(sessions.find(client(1, number), number / 10, nobody) for number in range(10 * SESSIONS_OF_ONE))
@@ -52,22 +45,9 @@ def test_who_gets_no_session_learns_why() -> None:
     sessions = Sessions()
     for number in range(SESSIONS_OF_ONE):
         sessions.find(client(1, number), 0.0, nobody)
-    assert sessions.find(client(1, 99), 0.0, nobody) is None
-    assert "opens sessions too often: after 64 at once a new one is allowed every 0.05 s" in sessions.explain_refusal(
-        client(1, 99), nobody
-    )
-    assert sessions.find(client(1, 99), 9.0, everybody) is None
-    why = sessions.explain_refusal(client(1, 99), everybody)
+    assert sessions.find(client(1, 99), 0.0, everybody) is None
+    why = sessions.explain_refusal(client(1, 99))
     assert "64 sessions of this client and 64 in all" in why and "allowed are 64 of a client and 1024 in all" in why
-
-
-def test_what_is_not_taken_is_answered_now_and_then() -> None:
-    sessions = Sessions()
-    told = [sessions.may_refuse(client(1, number), number / 1000) for number in range(10_000)]
-    assert sum(told) == REFUSALS[0] + 9
-    assert sessions.may_refuse(client(2), 10.0), "another key"
-    sessions.forget(100.0, nobody)
-    assert sessions._refusals == {}
 
 
 def test_of_all_keys_there_are_not_too_many() -> None:
@@ -104,13 +84,6 @@ def test_after_a_cut_a_client_is_told_again_what_it_may_have_missed() -> None:
     assert session.heard(6.0) == [Done(2), Done(3), Done(5)]  # the first of them was on its way, perhaps
     assert session.heard(6.8) == []
     assert session.heard(9.0) == []
-
-
-def test_who_says_too_much_is_not_heard() -> None:
-    session = Sessions().find(client(1), 0.0, nobody)
-    assert session is not None
-    assert sum(session.rate.allows(0.0) for _ in range(1000)) == 100
-    assert session.rate.allows(1.0)
 
 
 def test_of_a_long_log_the_newest_lines_fit_a_message() -> None:

@@ -12,7 +12,7 @@ import pytest
 from onebox.agent.admission import ClientLimits, Offered
 from onebox.agent.journal import Journal
 from onebox.agent.leases import Client, Grant, Leases
-from onebox.agent.log_rate_limit import Reporter
+from onebox.agent.reporter import Reporter
 from onebox.agent.sessions import Sessions
 from onebox.wire.protocol.agents import Done, Leased, Want
 

@@ -14,7 +14,7 @@ from onebox.agent.admission import ClientLimits, Offered, Share
 from onebox.agent.lease_processes import KEPT_S, LeaseIsolation, LeaseProcesses
 from onebox.agent.lease_service import LeaseService
 from onebox.agent.leases import Client, Leases
-from onebox.agent.log_rate_limit import Reporter
+from onebox.agent.reporter import Reporter
 from onebox.agent.workers import (
     LEAVE_S,
     STARTS,

@@ -9,7 +9,7 @@ import pytest
 import zmq
 from zmq.utils import z85
 
-from onebox.agent.log_rate_limit import Reporter
+from onebox.agent.reporter import Reporter
 from onebox.agent.zap_auth import HANDSHAKE_S, HandshakeCount, ZapAuthenticator
 from onebox.wire import new_keys
 

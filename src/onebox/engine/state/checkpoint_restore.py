@@ -28,7 +28,7 @@ from onebox.engine.state.remote import RESIDUAL, RemoteState, StartState
 from onebox.engine.state.transfer import StateTransfer
 from onebox.engine.state.weight_files import write_weights
 from onebox.engine.workload.loss_reduction import LossReduction, ReductionName
-from onebox.engine.workload.named_state import NamedState, named_state
+from onebox.engine.workload.named_state import NamedState, named_state, trained_names
 from onebox.engine.workload.parameter_groups import Optimizers, groups_of, notes_of, optimizers_in
 from onebox.errors import CheckpointError, UsageError
 from onebox.plan import Plan
@@ -266,6 +266,7 @@ def restore(checkpoint: Checkpoint, model: nn.Module, loss: Any, optimizer: Opti
 
     Raises:
         CheckpointError: It belongs to another model or optimizer; nothing has been overwritten.
+        UsageError: An optimizer has parameters that are none of the model's; likewise.
     """
     state = named_state(model, loss, lambda: 0)
     _check_state(checkpoint, state)
@@ -294,6 +295,7 @@ def _check_state(checkpoint: Checkpoint, state: NamedState) -> None:
 
 
 def _check_optimizer(checkpoint: Checkpoint, optimizer: Optimizers, state: NamedState) -> None:
+    trained_names(state, optimizer)
     written = list(zip(checkpoint.manifest.optimizer, checkpoint.manifest.groups, strict=True))
     given = list(zip((group.kind for group in groups_of(optimizer)), group_entries(optimizer, state), strict=True))
     theirs, ours = (" and ".join(dict.fromkeys(kind for kind, _ in groups)) for groups in (written, given))

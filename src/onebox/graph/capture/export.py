@@ -22,13 +22,14 @@ from torch.utils import _pytree as pytree
 
 from onebox.errors import CaptureError, OneboxError
 from onebox.graph.capture.attention import WholeAttention
-from onebox.graph.capture.guards import Guards, Watch, read_hook, read_step, unreadable
+from onebox.graph.capture.guards import Guards, Watch
 from onebox.graph.capture.host_devices import HostDevices, on_host
 from onebox.graph.capture.joint import Joint, trace
 from onebox.graph.capture.locate import explain
 from onebox.graph.capture.on_device_transform import OnDevice, OnDeviceTransform
 from onebox.graph.capture.operator_support import bfloat16_autocast, portable_operators
 from onebox.graph.capture.python_state import SideEffects, forward_hooks
+from onebox.graph.capture.reading import read_hook, read_step, unreadable
 from onebox.graph.capture.recurrent import WholeRecurrent
 from onebox.graph.capture.repeated.layers import RepeatedLayers
 from onebox.graph.capture.symbolic_sizes import Varying

@@ -12,15 +12,8 @@ from torch._ops import OpOverload
 
 from onebox.errors import WireError
 from onebox.wire import overload
-from onebox.worker.sandbox.allow_list import (
-    EAGER,
-    PROGRAMS,
-    allowed,
-    allowed_by_rule,
-    eager_by_rule,
-    names_by_rule,
-    pinned_names,
-)
+from onebox.worker.sandbox.allow_list import EAGER, PROGRAMS, allowed, pinned_names
+from tests.kit.operator_rules import allowed_by_rule, eager_by_rule, names_by_rule
 
 PINNED_WITH = "2.13"
 

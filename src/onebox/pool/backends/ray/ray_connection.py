@@ -28,6 +28,9 @@ a busy head; the next starts faster because the libraries are then in memory."""
 _LATE = ("Proxy failed to Connect to backend", "Starting Ray client server failed")
 """Messages of Ray's proxy in that case, or about a server that did not come up at all."""
 
+_UNLUCKY = ("psutil.ZombieProcess", "psutil.NoSuchProcess")
+"""Messages of a server that looked through the head's processes, of which one ended meanwhile."""
+
 _log = logging.getLogger("onebox.pool")
 
 _lock = threading.Lock()
@@ -121,13 +124,14 @@ def _initialize(ray: Any, address: str) -> None:
             except Exception as error:  # of many types, including builtin ones
                 with contextlib.suppress(Exception):
                     ray.shutdown()  # else the next attempt of this process goes to the same address
-                late = any(words in str(error) for words in _LATE)
-                if not late or not left:
+                late, unlucky = (any(words in str(error) for words in known) for known in (_LATE, _UNLUCKY))
+                if not (late or unlucky) or not left:
                     where = "this machine" if address == "auto" else address
                     raise PoolError(
                         f"no Ray cluster can be reached from {where}: {error_summary(error)}\n  {_hint(late)}"
                     ) from None
-                _log.warning("the head at %s was too busy to start a server for this client; asking again", address)
+                why = "was too busy to start" if late else "failed to start"
+                _log.warning("the head at %s %s a server for this client; asking again", address, why)
 
 
 def _hint(late: bool) -> str:

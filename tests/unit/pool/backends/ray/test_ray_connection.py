@@ -37,6 +37,13 @@ def test_a_head_that_is_busy_is_asked_again(caplog: pytest.LogCaptureFixture) ->
     assert caplog.text.count("too busy to start a server for this client") == 2
 
 
+def test_a_server_that_met_a_process_at_its_end_is_asked_for_again(caplog: pytest.LogCaptureFixture) -> None:
+    head = Head(ConnectionAbortedError("Initialization failure from server:\npsutil.ZombieProcess: PID still exists"))
+    ray_connection._initialize(head, "ray://head:10001")
+    assert head.asked == 2
+    assert caplog.text.count("failed to start a server for this client") == 1
+
+
 def test_one_that_stays_so_is_given_up_with_what_to_do() -> None:
     head = Head(*[LATE] * 9)
     with pytest.raises(PoolError, match="CHECK_CHANNEL_TIMEOUT_S=120"):

@@ -7,39 +7,37 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onebox.agent.log_rate_limit import CAUSES, LogRateLimiter, Reporter, TokenBucket
+from onebox.agent.reporter import CAUSES, REFUSALS, Reporter
 
 
-@given(st.lists(st.floats(0, 3, allow_nan=False), max_size=40))
-def test_a_rate_holds_over_any_time(pauses: list[float]) -> None:
-    rate, now_s, allowed = TokenBucket(3, 2.0, 0.0), 0.0, []
-    for pause in pauses:
-        now_s += pause
-        if rate.allows(now_s):
-            allowed.append(now_s)
-    for start in range(len(allowed)):
-        for end in range(start, len(allowed)):
-            assert end - start + 1 <= 3 + (allowed[end] - allowed[start]) / 2.0 + 1e-6
+def told_by() -> tuple[list[tuple[str, dict[str, Any]]], Reporter]:
+    lines: list[tuple[str, dict[str, Any]]] = []
+    return lines, Reporter(lambda event, **fields: lines.append((event, fields)))
 
 
-def test_a_clock_that_goes_back_gives_nothing() -> None:
-    rate = TokenBucket(1, 1.0, 10.0)
-    assert rate.allows(10.0) and not rate.allows(5.0) and not rate.allows(5.9) and rate.allows(6.1)
-    assert not rate.full(6.2) and rate.full(7.2)
-
-
-def test_of_one_cause_a_few_are_told_and_the_rest_later() -> None:
-    quiet = LogRateLimiter()
-    assert [quiet.happened("refused", "x", 0.0) for _ in range(8)] == [1, 1, 1, 1, 1, 0, 0, 0]
-    assert quiet.happened("refused", "y", 0.0) == 1
-    assert quiet.happened("failed", "x", 0.0) == 1
-    assert quiet.happened("refused", "x", 11.0) == 4
+def test_of_one_cause_a_few_are_told_in_a_minute_and_the_rest_when_it_is_over() -> None:
+    lines, report = told_by()
+    for number in range(8):
+        report.refusal("refused", "x", 1.0, number=number)
+    report.refusal("refused", "y", 1.0)
+    report.refusal("failed", "x", 1.0)
+    report.tick(59.9)
+    assert len(lines) == REFUSALS + 2
+    report.tick(60.0)
+    assert lines[-1] == ("refused", {"number": 7, "times": 3})
+    report.refusal("refused", "x", 61.0)
+    assert len(lines) == REFUSALS + 4
 
 
 def test_of_many_causes_not_too_many_are_told_nor_remembered() -> None:
-    quiet = LogRateLimiter()
-    assert sum(bool(quiet.happened("refused", str(number), 0.0)) for number in range(5000)) == 50
-    assert len(quiet) == CAUSES
+    lines, report = told_by()
+    for number in range(5000):
+        report.refusal("refused", str(number), 0.0)
+    assert len(report) == CAUSES + 1
+    assert len(lines) == CAUSES + REFUSALS
+    report.tick(60.0)
+    assert lines[-1] == ("refused", {"times": 5000 - CAUSES - REFUSALS})
+    assert len(report) == 0
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.floats(0, 9, allow_nan=False)), max_size=80))
@@ -66,7 +64,7 @@ def test_a_client_that_says_nonsense_for_an_hour_fills_no_disk() -> None:
             report.refusal("refused", "ana", tenth / 10, client="ana", reason="nonsense")
         report.tick(tenth / 10)
     report.tick(3600.0, last=True)
-    assert len(lines) < 5 + 3600 / 10 + 2
+    assert len(lines) == 60 * (REFUSALS + 1)
     assert sum(line.get("times", 1) for line in lines) == 180_000
 
 
