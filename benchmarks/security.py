@@ -29,7 +29,6 @@ from common import finish, show
 from intruders import Recorder, disguises, got_in, hears, replay
 from mutations import FRAME, Mutator, agent_sayings, envelopes, requests
 
-from onebox.agent.sessions import NEW_S
 from onebox.errors import WireError
 from onebox.pool.backends.compatibility import own_versions
 from onebox.pool.errors import WorkerLocation
@@ -340,7 +339,6 @@ def agent(count: int, seed: int) -> dict[str, Any]:
         before = victim.memory_bytes()
         while found["messages"] < count:
             batch = [mutator.next() for _ in range(min(SESSION, count - found["messages"]))]
-            time.sleep(NEW_S)  # a key that opens sessions at a higher rate is not heard
             with victim.client(victim.clients[0]) as client:
                 client.say(encode_agent(Introduce(1, own_versions(), "somebody")))
                 heard(client, Introduced)
