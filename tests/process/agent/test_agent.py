@@ -144,13 +144,8 @@ def test_the_workers_of_a_silent_client_end_and_those_of_its_other_connection_do
     silent = shared.client("ana")
     alive = shared.client("ana", silent.keys)
     lost = silent.lease(HALF, grace_s=1.0)
-    kept = alive.lease(HALF, grace_s=1.0)
-
-    def renew() -> None:
-        alive.send(Renew(alive.number()))
-        assert alive.take(Renewed).leases == (kept.lease,)
-
-    until(lambda: shared.told("expired"), turn=renew)
+    kept = alive.lease(HALF, grace_s=30.0)  # longer than any pause of this machine
+    until(lambda: shared.told("expired"))
     assert gone([lost.workers[0].process])
     alive.send(Renew(alive.number()))
     assert alive.take(Renewed).leases == (kept.lease,)
