@@ -184,6 +184,17 @@ def test_what_could_not_be_written_to_a_view_is_not_taken_for_its_base() -> None
         x.sum().item()
 
 
+def test_a_failure_is_told_beside_a_view_that_pytorch_cannot_explain_any_more() -> None:
+    """It is among the objects that are searched for gradients."""
+    x = torch.ones(2, 3, device="vgpu:0", requires_grad=True) * 1
+    views = x.unbind(0)
+    with torch.no_grad():
+        x.mul_(2)
+    with pytest.raises(RuntimeError, match="Unbind"):
+        views[0].is_leaf  # noqa: B018
+    test_what_could_not_be_written_to_a_view_is_not_taken_for_its_base()
+
+
 @pytest.mark.parametrize("by_set", [False, True])
 def test_a_view_passes_its_gradient_to_the_elements_it_was_made_of(by_set: bool) -> None:
     """Its base has other memory of another layout by then, in which PyTorch on CPUs takes other elements."""

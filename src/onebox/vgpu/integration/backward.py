@@ -101,7 +101,7 @@ def drop_void_gradients(queues: Sequence[CommandQueue]) -> None:
     found: dict[CommandQueue, list[tuple[VirtualTensor, int]]] = {queue: [] for queue in queues}
     for each in gc.get_objects():
         # by type(): the attribute __class__ of others' objects may be a property
-        if issubclass(type(each), VirtualTensor) and each.requires_grad and each.is_leaf:
+        if issubclass(type(each), VirtualTensor) and _is_leaf(each):
             gradient = each.grad
             if isinstance(gradient, VirtualTensor) and gradient._handle.queue in found:
                 found[gradient._handle.queue].append((each, gradient._handle.number))
@@ -112,6 +112,13 @@ def drop_void_gradients(queues: Sequence[CommandQueue]) -> None:
                 for leaf, number in leaves:
                     if number not in filled:
                         leaf.grad = None
+
+
+def _is_leaf(tensor: VirtualTensor) -> bool:
+    try:
+        return tensor.requires_grad and tensor.is_leaf
+    except RuntimeError:  # a view of a tensor that has other memory now: PyTorch cannot say how it came to be
+        return False
 
 
 __all__ = ["VirtualDeviceGuard", "drop_void_gradients", "in_calling_thread"]
