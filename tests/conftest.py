@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import unittest
 from collections import Counter
 from collections.abc import Generator, Iterator
@@ -87,7 +88,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Record durations if asked to."""
+    """Record durations if asked to; heed Ctrl-C also where a shell has started this in the background."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if config.getoption("--record"):
         profile = config.getoption("--hypothesis-profile")
         config.pluginmanager.register(tiers.Recorder(as_short=profile in (None, "short")))
