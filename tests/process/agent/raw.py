@@ -22,6 +22,7 @@ from onebox.wire.protocol.agents import (
     Lease,
     Leased,
     Renew,
+    Renewed,
     Request,
     Want,
     decode_agent_response,
@@ -80,6 +81,14 @@ class Raw:
                 self.heard.append(decode_agent_response(self.socket.recv()))
             elif renew:
                 self.send(Renew(0))
+
+    def renewed(self) -> tuple[int, ...]:
+        """Send a heartbeat, and return the leases that the agent says it has of this session."""
+        number = self.number()
+        self.send(Renew(number))
+        while (found := self.take(Renewed)).number != number:  # of heartbeats in waits before
+            pass
+        return found.leases
 
     def introduce(self) -> Introduced:
         self.send(Introduce(self.number(), own_versions(), "somebody"))

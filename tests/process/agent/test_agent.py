@@ -36,8 +36,6 @@ from onebox.wire.protocol.agents import (
     ReadLog,
     Refused,
     Release,
-    Renew,
-    Renewed,
     Stock,
     Want,
     WorkerEnded,
@@ -147,8 +145,7 @@ def test_the_workers_of_a_silent_client_end_and_those_of_its_other_connection_do
     kept = alive.lease(HALF, grace_s=30.0)  # longer than any pause of this machine
     until(lambda: shared.told("expired"))
     assert gone([lost.workers[0].process])
-    alive.send(Renew(alive.number()))
-    assert alive.take(Renewed).leases == (kept.lease,)
+    assert alive.renewed() == (kept.lease,)
     release(alive, kept.lease)
 
 
@@ -201,8 +198,7 @@ def test_an_agent_that_was_stopped_for_a_while_takes_nobody_for_silent() -> None
         time.sleep(2.5)
         process.send_signal(signal.SIGCONT)
         client.heard.clear()
-        client.send(Renew(client.number()))
-        assert client.take(Renewed).leases == (leased.lease,)
+        assert client.renewed() == (leased.lease,)
 
 
 @pytest.mark.feature("Agents: Limit what a client may have")
@@ -314,8 +310,7 @@ def test_a_cut_connection_keeps_its_lease_and_hears_what_it_missed(shared: House
     time.sleep(CUT_S)
     client.connect()
     assert client.take(WorkerEnded).lease == leased.lease
-    client.send(Renew(client.number()))
-    assert client.take(Renewed).leases == (leased.lease,)
+    assert client.renewed() == (leased.lease,)
     release(client, leased.lease)
 
 
@@ -353,8 +348,7 @@ def test_renewals_are_answered_while_workers_start(shared: House) -> None:
     leased, started = len(shared.told("leased")), len(shared.told("worker-started"))
     client.ask(HALF)
     shared.until("leased", leased + 1)
-    other.send(Renew(other.number()))
-    other.take(Renewed)
+    other.renewed()
     assert len(shared.told("worker-started")) == started  # it is still importing torch
     release(client, client.take(Leased).lease)
 

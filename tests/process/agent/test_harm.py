@@ -26,7 +26,6 @@ from onebox.wire.protocol.agents import (
     Refused,
     Release,
     Renew,
-    Renewed,
     Stock,
     Want,
     encode_agent,
@@ -51,14 +50,6 @@ def shared() -> Iterator[House]:
         yield made
 
 
-def renewed(client: Raw) -> tuple[int, ...]:
-    number = client.number()
-    client.send(Renew(number))
-    while (found := client.take(Renewed)).number != number:
-        pass
-    return found.leases
-
-
 @pytest.mark.feature("Security: Survive malicious messages")
 def test_a_message_that_the_agent_fails_at_costs_its_session_and_nobody_elses(shared: House) -> None:
     ben, ana = shared.client("ben"), shared.client("ana")
@@ -72,7 +63,7 @@ def test_a_message_that_the_agent_fails_at_costs_its_session_and_nobody_elses(sh
     assert told["reason"].startswith("KeyError") and told["where"].startswith("test_harm.py:")
     assert gone([lost.workers[0].process])
 
-    assert renewed(ben) == (kept.lease,) and renewed(other) == () == renewed(ana)
+    assert ben.renewed() == (kept.lease,) and other.renewed() == () == ana.renewed()
     ana.introduce()
     ana.send(ReadLog(ana.number(), 1))
     assert ana.take(LogLines).lines == ("{}",)
@@ -120,7 +111,7 @@ def test_without_a_descriptor_left_leases_go_on_and_a_new_one_is_refused(shared:
             assert refused.kind == "failed" and "Too many open files" in refused.reason
         end_s = time.monotonic() + 4.0
         while time.monotonic() < end_s:
-            assert renewed(client) == (leased.lease,)
+            assert client.renewed() == (leased.lease,)
             time.sleep(0.2)
     client.send(Release(client.number(), leased.lease))
     client.take(Done)
@@ -150,7 +141,7 @@ def test_who_has_anothers_token_has_a_session_of_his_own(shared: House) -> None:
     thief.token = ana.token
     thief.introduce()
     leased = ana.lease(HALF, grace_s=60.0)
-    assert renewed(thief) == () and renewed(ana) == (leased.lease,)
+    assert thief.renewed() == () and ana.renewed() == (leased.lease,)
     thief.send(Release(thief.number(), leased.lease))
     assert thief.take(Refused).kind == "ended"
     thief.send(Release(thief.number(), request=leased.number))
