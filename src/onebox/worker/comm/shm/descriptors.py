@@ -8,6 +8,7 @@ such a name and send to it, so the receiver checks the identity of each received
 from __future__ import annotations
 
 import array
+import errno
 import os
 import select
 import socket
@@ -78,10 +79,15 @@ class DescriptorExchange:
     def _send(self, name: str, descriptor: int) -> bool:
         """Send a descriptor; return whether it was sent."""
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [descriptor]))]
-        with suppress(BlockingIOError, ConnectionRefusedError):
+        try:
             self._socket.sendmsg([b"\0"], rights, 0, _address(name))
-            return True
-        return False
+        except (BlockingIOError, ConnectionRefusedError):
+            return False
+        except OSError as error:
+            if error.errno != errno.ETOOMANYREFS:
+                raise
+            return False  # all processes of this user have that many descriptors on their way: 1,024, as a rule
+        return True
 
     def _receive(self) -> list[int]:
         """Return the received descriptors, after a short wait."""

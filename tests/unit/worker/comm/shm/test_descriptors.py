@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import array
+import errno
 import os
 import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -58,12 +60,25 @@ def exchange(ranks: list[Rank], number: int) -> dict[int, str]:
     return texts
 
 
-@pytest.mark.parametrize("size", [1, 2, 5, 40])
+@pytest.mark.parametrize("size", [1, 2, 5, 24])  # one process has all files of all, and may open 1,024
 def test_everybody_gets_everybodys(size: int) -> None:
     with ExitStack() as stack, ThreadPoolExecutor(size) as pool:
         ranks = [Rank(stack, number) for number in range(size)]
         for number, texts in enumerate(pool.map(lambda number: exchange(ranks, number), range(size))):
             assert texts == {peer: f"of {peer}" for peer in range(size) if peer != number}
+
+
+def test_where_a_user_has_too_many_on_their_way_it_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    send, refused = socket.socket.sendmsg, iter(range(8))
+
+    def sendmsg(self: socket.socket, *arguments: Any) -> int:
+        if next(refused, None) is not None:
+            raise OSError(errno.ETOOMANYREFS, "Too many references: cannot splice")
+        return send(self, *arguments)
+
+    monkeypatch.setattr(socket.socket, "sendmsg", sendmsg)
+    test_everybody_gets_everybodys(3)
+    assert next(refused, None) is None
 
 
 def test_what_a_stranger_sends_is_closed() -> None:
