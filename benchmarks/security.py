@@ -60,8 +60,7 @@ from onebox.worker import WorkerConfig
 WORKER_SHARE = 0.05
 AGENT_SHARE = 0.005
 CLIENT_SHARE = 0.005
-"""Shares of the messages that go over sockets: a worker carries out some thousand in a second, an agent hears 100 of
-each new connection and 50 a second from then on."""
+"""Shares of the messages that go over sockets, which take longer than those that are decoded in this process."""
 
 BATCH = 40
 SESSION = 90

@@ -10,8 +10,8 @@ from torch import Tensor
 
 import onebox
 from onebox.graph import TracedModel
-from onebox.graph.capture.export import capture
 from onebox.plan import Plan, Prediction, Schedule, Stage, named_schedule
+from tests.kit.captures import capture
 from tests.kit.models import COVERED, OPTIMIZERS
 from tests.kit.reference import Outcome, drawing, train
 from tests.kit.trainer_arguments import grouped

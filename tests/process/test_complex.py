@@ -18,8 +18,8 @@ from torch.nn import functional
 import onebox
 from onebox.errors import UsageError
 from onebox.graph import TracedModel
-from onebox.graph.capture.export import capture
 from onebox.plan import Plan, Stage
+from tests.kit.captures import capture
 from tests.kit.models import Waves
 from tests.kit.pools import Pools
 from tests.kit.reference import Outcome, assert_same, state_of, train

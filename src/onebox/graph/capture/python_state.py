@@ -1,7 +1,8 @@
-"""What a forward does to Python besides its result: attributes that it assigns, random numbers that it draws.
+"""Side effects of a forward: attributes that it assigns, random numbers that it draws, hooks that it adds.
 
-A trace runs the user's Python several times, and must leave no mark: all is undone. What forward would read the next
-time, as a counter or a hidden state carried from step to step, cannot be repeated by a graph, and is refused by name.
+A trace runs the user's Python several times, and must leave no mark: all is undone, but for hooks that forward adds and
+its note of them. What forward would read the next time, as a counter or a hidden state carried from step to step,
+cannot be repeated by a graph, and is refused by name.
 """
 
 from __future__ import annotations
