@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import signal
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -205,3 +207,22 @@ def test_a_signal_that_comes_again_meanwhile_calls_its_handler_once(
         pass
     time.sleep(20 * signals.AGAIN_S)
     assert len(handled) == 1
+
+
+def test_a_deferred_signal_is_raised_again_only_when_its_handler_has_returned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two at a time the second would end the deferral in the first line of the first one's handler."""
+    number, turns, raised = int(signal.SIGUSR2), itertools.count(1), list[int]()
+
+    def sleep(_: float) -> None:
+        match next(turns):
+            case 100:
+                signals._resent.discard(number)  # as the handler does when it returns
+            case 150:
+                signals._waiting.pop(number)
+
+    monkeypatch.setattr(signals, "time", SimpleNamespace(sleep=sleep))
+    monkeypatch.setattr(signals, "signal", SimpleNamespace(raise_signal=raised.append))
+    monkeypatch.setitem(signals._waiting, number, 0.0)
+    monkeypatch.setattr(signals, "_resent", set())
+    signals._come_again(number)
+    assert raised == [number, number]
