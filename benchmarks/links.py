@@ -1,8 +1,8 @@
 """What does encryption cost between the workers of two hosts?
 
 Two hosts on one machine, in network namespaces, with a link of a limited rate between them. On each is one rank of two
-groups, one encrypted and one not, which take turns: tensors one way, sums, and short messages to and fro. It takes
-root, ``ip`` and ``tc``.
+groups, one encrypted and one not, which take turns: tensors one way, sums, and short messages to and fro; beside a copy
+of as many bytes over plain sockets, with a thread for each direction. It takes root, ``ip`` and ``tc``.
 """
 
 from __future__ import annotations
@@ -11,32 +11,34 @@ import argparse
 import contextlib
 import json
 import os
+import socket
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
+from typing import cast
 
 import torch
 import torch.distributed as dist
 from common import finish, show, spread
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from onebox.wire import TensorSpec
+from onebox.wire import TensorSpec, spec_of
 from onebox.wire.protocol.groups import FormGroup
 from onebox.worker.accelerator import accelerator_for
-from onebox.worker.comm.api import WorkerGroup
-from onebox.worker.comm.tls_mesh import connect_mesh
-from onebox.worker.comm.torch_dist import GlooGroup
+from onebox.worker.comm.api import MembershipStore, ReceivedTensor, WorkerGroup
+from onebox.worker.comm.tcp.group import TcpGroup
 from onebox.worker.progress import WorkerProgress
 from tests.net.hosts import Host, Network, unavailable
 
 MIB = 1 << 20
 LARGE = TensorSpec("float32", (16 * MIB,))
 SHORT = TensorSpec("float32", (256,))
-SIDES = ("plain", "encrypted")
+SIDES = ("copy", "plain", "encrypted")
 MESSAGES = 200
 PORT = 29_500
 ASKED = {"10g": 10_000_000_000, "1g": 1_000_000_000}
@@ -67,14 +69,15 @@ def main() -> None:
             for host in hosts:
                 host.unlimit()
             for what in ("GB/s one way", "GB/s summed", "us there and back", "CPU s per GB"):
-                plain, encrypted = found[f"plain {what}"], found[f"encrypted {what}"]
-                ratios = [ours / theirs for ours, theirs in zip(encrypted, plain, strict=True)]
-                rows.append([name, what, spread(plain, 2), spread(encrypted, 2), spread(ratios)])
+                sides = [found[f"{side} {what}"] for side in SIDES]
+                ratios = [[ours / theirs for ours, theirs in zip(side, sides[0], strict=True)] for side in sides[1:]]
+                rows.append([name, what, *(spread(side, 2) for side in sides), *map(spread, ratios)])
                 key = what.translate(str.maketrans(" /", "__")).lower()
-                result[f"{key}_ratio_{name}"] = round(statistics.median(ratios), 4)
+                for side, found_ratios in zip(SIDES[1:], ratios, strict=True):
+                    result[f"{side}_{key}_{name}"] = round(statistics.median(found_ratios), 4)
     show(
         "Two hosts with a link of so many bits per second, tensors of 64 MiB: median (least to most)",
-        ["link", "what", "plain", "encrypted", "encrypted / plain"],
+        ["link", "what", *SIDES, *(f"{side} / copy" for side in SIDES[1:])],
         rows,
     )
     finish(result, as_json=options.json)
@@ -103,7 +106,9 @@ def take_turns(rank: int, addresses: list[str], rounds: int) -> dict[str, list[f
     """Be a rank of both groups, and return its figures by side and name."""
     torch.set_num_threads(1)
     store = dist.TCPStore(addresses[0], PORT, 2, rank == 0, timedelta(seconds=60))
-    groups = {side: form(side, rank, addresses[rank], dist.PrefixStore(side, store)) for side in SIDES}
+    groups: dict[str, WorkerGroup | SocketPair] = {"copy": SocketPair(rank, addresses)}
+    for side in SIDES[1:]:
+        groups[side] = form(side == "encrypted", rank, addresses[rank], dist.PrefixStore(side, store))
     found: dict[str, list[float]] = {}
     for turn in range(rounds + 1):
         for side in SIDES if turn % 2 else reversed(SIDES):
@@ -118,14 +123,63 @@ def take_turns(rank: int, addresses: list[str], rounds: int) -> dict[str, list[f
     return found
 
 
-def form(side: str, rank: int, address: str, store: dist.Store) -> WorkerGroup:
+def form(encrypted: bool, rank: int, address: str, store: dist.Store) -> WorkerGroup:
     """Form a group of the two ranks."""
-    asked = FormGroup(1, rank, 2, "gloo", address, 60.0)
-    links = connect_mesh(rank, 2, address, store) if side == "encrypted" else None
-    return GlooGroup(asked, store, accelerator_for("cpu"), WorkerProgress(), address, links)
+    asked = FormGroup(1, rank, 2, "tcp", address, 60.0)
+    keys = cast(MembershipStore, store)
+    return TcpGroup(asked, keys, accelerator_for("cpu"), WorkerProgress(), address, encrypted=encrypted)
 
 
-def one_turn(group: WorkerGroup, rank: int) -> dict[str, float]:
+class SocketPair:
+    """Two plain sockets, one for each direction, each with a thread: what the kernel and Python can do."""
+
+    def __init__(self, rank: int, addresses: list[str]) -> None:
+        self.rank = rank
+        if rank == 0:
+            with socket.create_server((addresses[0], PORT + 1)) as listener:
+                made = [listener.accept()[0] for _ in range(2)]
+        else:
+            made = []
+            while len(made) < 2:
+                with contextlib.suppress(ConnectionRefusedError):
+                    made.append(socket.create_connection((addresses[0], PORT + 1)))
+        for each in made:
+            each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._out, self._in = made if rank == 0 else made[::-1]
+        self._sending = ThreadPoolExecutor(1)
+
+    def send(self, tensor: torch.Tensor, peer: int, channel: int) -> None:
+        """Send a tensor: a short one at once, as a program would that only does this."""
+        data = tensor.view(torch.uint8).numpy().data
+        if tensor.nbytes < MIB:
+            self._out.sendall(data)
+        else:
+            self._sending.submit(self._out.sendall, data)
+
+    def receive(self, spec: TensorSpec, peer: int, channel: int) -> Callable[[], ReceivedTensor]:
+        """Return a wait for a tensor."""
+        return lambda: ReceivedTensor(self._receive(spec), 0)
+
+    def reduce(self, tensors: Sequence[torch.Tensor]) -> Callable[[], ReceivedTensor]:
+        """Send a tensor, and return a wait for the sum with the other one."""
+        self.send(tensors[0], 1 - self.rank, 0)
+        return lambda: ReceivedTensor(tensors[0] + self._receive(spec_of(tensors[0])), 0)
+
+    def close(self) -> None:
+        """Close them."""
+        self._sending.shutdown()
+        self._in.close()
+        self._out.close()
+
+    def _receive(self, spec: TensorSpec) -> torch.Tensor:
+        data = torch.empty(spec.size_bytes, dtype=torch.uint8)
+        target = data.numpy().data
+        while len(target):
+            target = target[self._in.recv_into(target, min(len(target), MIB)) :]
+        return data.view(torch.float32)
+
+
+def one_turn(group: WorkerGroup | SocketPair, rank: int) -> dict[str, float]:
     """Return the figures of one turn of a group."""
     large, short = torch.rand(LARGE.shape), torch.rand(SHORT.shape)
 

@@ -160,7 +160,7 @@ CARRIED_OUT = [
 """What a worker does at once; each buffer that is put takes one frame."""
 
 WAITING = [
-    Envelope(12, True, (FormGroup(1, 0, 2, "gloo", "127.0.0.1", 60.0), Reduce((1,), 1), Send(1, 1, 1))),
+    Envelope(12, True, (FormGroup(1, 0, 2, "tcp", "127.0.0.1", 60.0), Reduce((1,), 1), Send(1, 1, 1))),
     Envelope(13, True, (Receive(4, SPEC, 1, 1), Gather(1, 5, SPEC, 1, (1, 1)), Shutdown())),
     Envelope(14, True, (Define(6, OptimizerSpec("SGD", (((0,), {}),), (1,), (StateEntry(0, "m", SPEC),))),)),
 ]

@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import onebox
 from onebox.wire import TensorSpec, from_frame, to_frame
@@ -22,16 +21,15 @@ from onebox.wire.protocol.groups import LeaveGroup
 from onebox.wire.protocol.instructions import Get, Receive, Send
 from onebox.wire.protocol.requests import Put
 from onebox.wire.protocol.responses import GroupTraffic
-from onebox.worker.comm.gloo_forwarder import GlooForwarder, loopback_address
-from onebox.worker.comm.link_meter import LinkMeters
-from onebox.worker.comm.tls_mesh import MOST_CONNECTIONS, DuplexLink, connect_mesh
-from onebox.worker.comm.torch_dist import CLOSE_S
+from onebox.worker.comm.tcp.group import CLOSE_S
+from onebox.worker.comm.tcp.mesh import MOST_CONNECTIONS
+from onebox.worker.comm.tcp.meter import LinkMeters
+from onebox.worker.comm.tcp.stream import StreamReader, StreamWriter
 from tests.kit.reference import assert_same
 from tests.net.fleet import GRACE_S, MACHINES, Fleet
 from tests.net.hosts import Network
 from tests.net.training import alone, batch, outcome, parts, plans
-from tests.unit.worker.comm.test_gloo_forwarder import acknowledged_bytes, endpoint, in_place
-from tests.unit.worker.comm.test_tls_mesh import WITHIN_S, Store
+from tests.unit.worker.comm.tcp.meshes import WITHIN_S, Ends, Store, closing, connect_mesh
 
 DELAY_S = 0.04
 RATE_BPS = 100_000_000
@@ -105,7 +103,7 @@ def test_training_over_several_connections_has_the_result_of_one_process(tmp_pat
 
 
 class Passed(NamedTuple):
-    """Account of bytes that one Gloo has sent to another one.
+    """Account of bytes that one rank has sent to another one.
 
     Args:
         connections: Bytes that each connection carried.
@@ -135,43 +133,36 @@ def narrow(network: Network, names: Iterable[str], size_bytes: int = WINDOW_BYTE
 
 
 def passed_on(network: Network, size_bytes: int) -> Passed:
-    """Send so many bytes, which have to arrive as they are, from one Gloo to the other."""
+    """Send so many bytes, which have to arrive as they are, from one rank to the other."""
     store, hosts = Store(), list(network.hosts.values())
 
-    def connect(rank: int) -> dict[int, DuplexLink]:
+    def connect(rank: int) -> dict[int, Ends]:
         with hosts[rank].inside():
             return connect_mesh(rank, 2, hosts[rank].address, store)
 
     sent = b"".join(number.to_bytes(4) for number in range(size_bytes // 4))
     with ThreadPoolExecutor(2) as threads:
         links = list(threads.map(connect, range(2)))
-        assert [len(way) for mesh in links for link in mesh.values() for way in link] == 4 * [MOST_CONNECTIONS]
-        meters = LinkMeters()
-        meter = meters.add(links[1][0].outgoing, 0, 0)
-        meters.take()
-        there = GlooForwarder(0, links[0], dist.HashStore())
-        here = GlooForwarder(1, links[1], dist.HashStore(), {0: meter})
-        begin_s = time.monotonic()
-        with socket.create_server((loopback_address(0), 0)) as listener:
-            listener.settimeout(WITHIN_S)
-            there.store.set("0", endpoint(0, listener.getsockname()[1]))
-            with socket.create_connection((loopback_address(0), in_place(here, 0)), WITHIN_S) as one:
-                sending = threads.submit(one.sendall, sent)
-                other, _ = listener.accept()
-                with other:
-                    other.settimeout(WITHIN_S)
-                    found = bytearray()
-                    while len(found) < len(sent) and (part := other.recv(1 << 16)):
-                        found += part
-                    sending.result(WITHIN_S)
-        lasted_s = time.monotonic() - begin_s
-        (carried,) = meters.take()
-        connections = [acknowledged_bytes(each) for each in links[1][0].outgoing]
-        for forwarder in (here, there):
-            assert forwarder.drain(WITHIN_S) and forwarder.acknowledged(WITHIN_S)
-            forwarder.close()
+        with closing(*links):
+            assert [len(way) for mesh in links for link in mesh.values() for way in link] == 4 * [MOST_CONNECTIONS]
+            outgoing, meters, found = links[1][0].outgoing, LinkMeters(), memoryview(bytearray(size_bytes))
+            writer = StreamWriter(outgoing, meters.add(outgoing, 0, 0))
+            meters.take()
+            begin_s = time.monotonic()
+            writing = threads.submit(writer.write, b"", memoryview(sent))
+            assert StreamReader(links[0][1].incoming).read_into(found)
+            writing.result(WITHIN_S)
+            lasted_s = time.monotonic() - begin_s
+            (carried,) = meters.take()
+            counted = [acknowledged_bytes(each.raw) for each in outgoing]
     assert found == sent
-    return Passed(connections, carried, lasted_s)
+    return Passed(counted, carried, lasted_s)
+
+
+def acknowledged_bytes(connection: socket.socket) -> int:
+    """Return how many bytes the other end of a connection has acknowledged."""
+    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+    return int.from_bytes(info[120:128], "little")
 
 
 def used_connections(network: Network, name: str) -> Counter[str]:

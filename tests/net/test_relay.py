@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import socket
 from collections.abc import Iterator
 
 import pytest
@@ -16,7 +18,6 @@ from onebox.plan import Plan, Stage
 from onebox.pool import raise_first
 from onebox.wire import TensorSpec, to_frame
 from onebox.wire.protocol.instructions import Ask, Receive
-from onebox.worker.system.tcp_connections import own_connections, shut_down
 from tests.kit.reference import assert_same
 from tests.net.fleet import GRACE_S, Fleet
 from tests.net.hosts import Host, Network
@@ -135,11 +136,30 @@ def test_the_link_that_plans_rest_on_is_the_way_through_the_client(
     assert max(profile.bandwidth_bps[0][1], profile.bandwidth_bps[1][0]) < LIMIT_BPS / 8 * 2
 
 
+def own_connections() -> dict[str, int]:
+    """Return the descriptors of the TCP connections of this process, by their unique names."""
+    found = {}
+    for entry in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(entry))) as each:
+            if each.family == socket.AF_INET and each.getpeername():
+                found[os.readlink(f"/proc/self/fd/{entry}")] = int(entry)
+    return found
+
+
+def shut_down(descriptor: int) -> None:
+    """Shut down a connection of this process."""
+    with socket.socket(fileno=os.dup(descriptor)) as each:
+        each.shutdown(socket.SHUT_RDWR)
+
+
 @contextlib.contextmanager
 def relay_cut(known: set[str]) -> Iterator[None]:
     """Shut down the connections of this process that are new: those by which it relays; then all goes on soon."""
-    found = [name for name in own_connections() if name not in known]
-    assert any(shut_down(name) for name in found)  # the end of one ends the others
+    found = [descriptor for name, descriptor in own_connections().items() if name not in known]
+    assert found
+    for descriptor in found:
+        with contextlib.suppress(OSError):  # the end of one ends the others
+            shut_down(descriptor)
     yield
 
 

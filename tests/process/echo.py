@@ -54,7 +54,7 @@ class Folder:
 
 def join(folder: Path, rank: int) -> ShmGroup:
     """Join a group of two."""
-    form = FormGroup(1, rank, 2, "gloo", "127.0.0.1", 60.0, True)
+    form = FormGroup(1, rank, 2, "tcp", "127.0.0.1", 60.0, True)
     return ShmGroup(
         form, find_shm_peers(form, Folder(folder)), accelerator_for("cpu"), WorkerProgress(), EmulatedLinks()
     )

@@ -125,7 +125,7 @@ def run_ranks(
 
     def one(number: int) -> Any:
         own = tuple((links or {}).get(number, ()))
-        form = FormGroup(3, number, size, "gloo", "127.0.0.1", timeout_s, True, own)
+        form = FormGroup(3, number, size, "tcp", "127.0.0.1", timeout_s, True, own)
         copier = (copiers or {}).get(number)
         met = find_shm_peers(form, keys, paged=copier is not None)
         if len(met.memories) < size:

@@ -29,7 +29,6 @@ READERS = {
     "worker/sandbox/seccomp.py",
     "worker/system/instruction_sets.py",
     "worker/system/process_watch.py",
-    "worker/system/tcp_connections.py",
     # files of this package, of this process, and programs that this user runs
     "agent/journal.py",
     "cli/commands/run.py",

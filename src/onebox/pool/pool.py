@@ -273,7 +273,7 @@ class Pool:
         Args:
             workers: Members; their order gives the ranks.
             via: ``workers`` for transfers from worker to worker: by NCCL among different GPUs of one host, through
-                memory where they find that they can share it, else by Gloo, encrypted if they are of several hosts.
+                memory where they find that they can share it, else over TCP, encrypted if they are of several hosts.
                 ``client`` for sums that the client computes.
             aside: Whether it is for background transfers between host memories.
             number: Its number, from :meth:`new_number`; 0 for a new one.
@@ -322,8 +322,8 @@ class Pool:
         emulated = any(self.devices[worker].kind == "sim" for worker in workers)
         if via == "client" and emulated:
             raise UsageError("sim devices have no values that a client could add up; let their sums go via workers")
-        sockets: Literal["gloo", "gloo-tls"] = "gloo-tls" if self.encrypts(workers) else "gloo"
-        backend: Literal["gloo", "gloo-tls", "client"] = "client" if via == "client" else sockets
+        sockets: Literal["tcp", "tls"] = "tls" if self.encrypts(workers) else "tcp"
+        backend: Literal["tcp", "tls", "client"] = "client" if via == "client" else sockets
         by_nccl = via == "workers" and not aside and not tagged and not any(links)  # even if this client has no NCCL
         nccl = self.nccl_ranks(workers) if by_nccl else ((),) * len(workers)
         shared = via == "workers" and (self.shared or emulated or any(links))

@@ -126,7 +126,7 @@ def test_a_whole_run_posts_everything_in_one_order(
 
 
 @pytest.mark.usefixtures("untagged")
-def test_a_plan_that_would_mix_up_messages_uses_gloo_and_cannot_take_over(
+def test_a_plan_that_would_mix_up_messages_uses_tcp_and_cannot_take_over(
     pools: Pools, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Where groups are not formed yet they are formed with tags; where they serve on, the plan before stays."""

@@ -356,7 +356,7 @@ def test_different_gpus_whose_workers_have_nccl_use_it(
     monkeypatch.setattr(pool, "devices", devices)
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: not ranks)
     formed = forms_of(pool, monkeypatch, **more)
-    assert formed == [("gloo", ranks if rank in ranks else ()) for rank in range(len(gpus))]
+    assert formed == [("tcp", ranks if rank in ranks else ()) for rank in range(len(gpus))]
 
 
 @pytest.mark.parametrize("plain_links", [False, True])
@@ -370,8 +370,8 @@ def test_between_hosts_connections_are_encrypted_and_nccl_takes_plain_links(
     ]
     monkeypatch.setattr(pool, "devices", devices)
     monkeypatch.setattr(pool, "plain_links", plain_links)
-    expected = [("gloo-tls", ranks) for ranks in ((0, 1), (0, 1), (2, 3), (2, 3), ())]
-    assert forms_of(pool, monkeypatch) == ([("gloo", (0, 1, 2, 3, 4))] * 5 if plain_links else expected)
+    expected = [("tls", ranks) for ranks in ((0, 1), (0, 1), (2, 3), (2, 3), ())]
+    assert forms_of(pool, monkeypatch) == ([("tcp", (0, 1, 2, 3, 4))] * 5 if plain_links else expected)
     said = explain_links(devices, plain_links)
     assert ("neither encrypted nor authenticated" in said, "NCCL does not encrypt" in said) == (
         plain_links,

@@ -121,8 +121,6 @@ def _missing() -> list[str]:
         missing.append("CUDA: torch finds no device or driver; workers run on CPUs")
     elif not torch.distributed.is_nccl_available():
         missing.append("NCCL: this torch is built without it; transfers between GPUs go through the CPU")
-    if not torch.distributed.is_gloo_available():
-        missing.append("Gloo: this torch is built without it; use sync='client'")
     return missing
 
 

@@ -3,7 +3,7 @@
 A communicator runs its operations in the order of their calls: the n-th send of a worker to another matches the n-th
 receive there, whatever their channels, and the n-th collectives of a group's members match. Sends, receives and
 collectives only begin where a worker comes to them; it waits where it reads a buffer that one of them fills. Each
-direction between two workers has a communicator of its own, made when the group is formed. Gloo and shared memory,
+direction between two workers has a communicator of its own, made when the group is formed. TCP and shared memory,
 which respect channels, run every sequence of instructions that these rules run.
 
 A message that is received in another's place, and a circle of waits, are faults, reported with their instructions.
@@ -53,7 +53,7 @@ class TransferRules:
             library.
         blocking: Whether a receive lets the worker go on only when it has ended: as if everything that a worker does
             waited for its whole device.
-        tagged: Groups in which messages match by channel, as with Gloo.
+        tagged: Groups in which messages match by channel, as over TCP.
     """
 
     paired: bool = False

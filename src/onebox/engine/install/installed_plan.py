@@ -392,7 +392,7 @@ class InstalledPlan:
 
     def _require_order(self, compiled: CompiledStep) -> None:
         """Refuse routines that would wait forever, or exchange messages, over NCCL; groups that are not formed yet are
-        formed with Gloo instead.
+        formed over TCP instead.
 
         Raises:
             PlanError: Groups exist already, or serve on from the plan before.
@@ -402,7 +402,7 @@ class InstalledPlan:
         why = f"GPUs would mix up transfers of {self.plan.describe()}, or wait forever:\n{fault_text(compiled.faults)}"
         if not all(members in self._unformed for members in self.compiler.untagged.values()):
             raise PlanError(f"{why}\n  Choose another schedule, such as 'gpipe', or cut the model elsewhere")
-        _LOG.warning("%s\n  its groups use Gloo, which is slower: choose another schedule for NCCL", why)
+        _LOG.warning("%s\n  its groups use TCP, which is slower: choose another schedule for NCCL", why)
         self._tagged = True
 
     def _leaves(self, worker: int, spare_bytes: int) -> None:

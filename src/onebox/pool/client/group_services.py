@@ -21,8 +21,8 @@ from onebox.wire.protocol.responses import LOOKUP_KEYS, Contribution, GroupTraff
 
 KEYS = 1 << 16
 KEY_BYTES = 64 << 20
-"""Limits of a group's key-value store: Gloo's takes some 200 bytes for each pair of members, and lookups that wait, of
-512 members for all others, take 24 MiB."""
+"""Limits of a group's key-value store: what members say of themselves takes some 500 bytes each, and lookups that wait,
+of 512 members for all others, take 24 MiB."""
 
 WAITING = 4
 """Most lookups of a worker in a group that wait: its store waits for one at a time, and gives up those that took too

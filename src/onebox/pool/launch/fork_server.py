@@ -324,7 +324,6 @@ _FAMILIES = (
     "ATEN_",
     "CUDA",
     "DNNL_",
-    "GLOO_",
     "GOMP_",
     "KMP_",
     "LC_",

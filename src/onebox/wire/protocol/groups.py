@@ -30,8 +30,8 @@ class FormGroup(Message, frozen=True, tag="form"):
         group: Its number, from 1.
         rank: This worker's rank.
         size: Number of workers.
-        backend: ``gloo-tls`` for sockets with encryption, ``gloo`` for sockets without; or ``client``: reductions are
-            done at the client, without transfers between workers.
+        backend: ``tls`` for connections with encryption, ``tcp`` for connections without; or ``client``: reductions
+            are done at the client, without transfers between workers.
         address: The address of this host at which the client lets workers of other hosts connect; ignored by workers
             of an agent, which names its own.
         timeout_s: Bound of every wait inside the group.
@@ -44,7 +44,7 @@ class FormGroup(Message, frozen=True, tag="form"):
     group: int
     rank: int
     size: int
-    backend: Literal["gloo", "gloo-tls", "client"]
+    backend: Literal["tcp", "tls", "client"]
     address: str
     timeout_s: float
     shared: bool = False

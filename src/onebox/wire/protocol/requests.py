@@ -15,7 +15,7 @@ from onebox.wire.protocol.groups import FormGroup, LeaveGroup, Reduced, Rendezvo
 from onebox.wire.protocol.instructions import GroupDelays, Options, Step
 from onebox.wire.protocol.snapshots import SlotInstruction, StateEntry
 
-PROTOCOL = 19
+PROTOCOL = 20
 """Version of everything in this file, in ``steps.py``, ``program.py`` and ``state.py``; both sides must agree."""
 
 
@@ -117,7 +117,7 @@ class Run(Message, frozen=True, tag="run"):
             if it is read later; ``Send`` until its tensor is available to the peer (copied, and across an emulated
             link); ``Reduce`` and ``Gather`` until a waiting reader has the result; ``Offload`` and ``Prefetch`` until
             their copies are complete. An operation that is not waited for by the end of the run ends where it was
-            posted. With Gloo and NCCL, a ``Receive`` ends when it is read, and a ``Send`` when it is handed to the
+            posted. Over TCP and NCCL, a ``Receive`` ends when it is read, and a ``Send`` when it is handed to the
             library. Times of a GPU are those at which it reaches the instruction's place in its work, within tens of
             microseconds, however far the host is ahead; a ``Receive`` there ends when its reader may read it.
         void: Whether this worker objects to the step: nothing is computed for it, and no worker applies it.

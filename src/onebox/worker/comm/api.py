@@ -114,11 +114,16 @@ class WorkerGroup(Protocol):
             RankLost: Such an operation has failed, or has been interrupted, so that its result is undefined.
         """
 
-    def interrupt(self) -> None:
-        """End waits for other ranks, as far as shutting down sockets does not.
+    def attend(self) -> bool:
+        """Ask the client what other threads need of it; return whether they may need more. Called now and then by the
+        thread that owns the channel, when it has nothing else to do.
 
-        Callable from any thread.
+        Raises:
+            RankLost: The group has failed in another thread.
         """
+
+    def interrupt(self) -> None:
+        """End waits for other ranks; callable from any thread."""
 
     def close(self) -> None:
         """Leave the group. Data sent before can still be received; ranks that wait for more get an error at once."""
@@ -188,3 +193,14 @@ class KeyValueStore(Protocol):
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
         """Return the values of keys, each of which is named once, waiting for them."""
+
+
+class MembershipStore(KeyValueStore, Protocol):
+    """A group's key-value store that fails once the group is dissolved."""
+
+    def check(self, keys: list[str]) -> bool:
+        """Return whether all keys are set.
+
+        Raises:
+            RankLost: The group is dissolved.
+        """

@@ -91,7 +91,7 @@ def _parts(keys: list[str]) -> list[list[str]]:
 
 
 class ChannelRelay:
-    """The client's relaying for one group; a :class:`~onebox.worker.comm.tls_mesh.RelayClient`."""
+    """The client's relaying for one group; a :class:`~onebox.worker.comm.tcp.mesh.RelayClient`."""
 
     def __init__(self, channel: ClientChannel, group: int) -> None:
         self._channel = channel
@@ -161,6 +161,10 @@ class ClientGroup:
     def check(self) -> int:
         """Return 0: nothing goes on without the host."""
         return 0
+
+    def attend(self) -> bool:
+        """Return that nothing is needed of the client."""
+        return False
 
     def interrupt(self) -> None:
         """Do nothing: the client replies, with an error if nothing will arrive."""

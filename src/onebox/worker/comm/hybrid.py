@@ -68,6 +68,10 @@ class HybridGroup:
         """Return this worker's progress when the oldest operation began that goes on without the host; 0 for none."""
         return min(filter(None, (self._near.check(), self._whole.check())), default=0)
 
+    def attend(self) -> bool:
+        """Ask the client what other threads need of it; return whether they may need more."""
+        return self._near.attend() | self._whole.attend()
+
     def interrupt(self) -> None:
         """End all waits; callable from any thread."""
         self._near.interrupt()

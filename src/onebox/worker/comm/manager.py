@@ -26,16 +26,17 @@ from onebox.worker.comm.shm.gpu_sender import ShmCopier, shm_copier_for
 from onebox.worker.comm.shm.group import ShmGroup
 from onebox.worker.comm.shm.rendezvous import ShmPeers, find_shm_peers
 from onebox.worker.comm.shm.segment import supported
-from onebox.worker.comm.tls_mesh import GroupNetwork, connect_mesh
-from onebox.worker.comm.torch_dist import GlooGroup
+from onebox.worker.comm.tcp.group import UNASKED_BYTES, TcpGroup
+from onebox.worker.comm.tcp.mesh import GroupNetwork
 from onebox.worker.memory.buffers import Poisoned
 from onebox.worker.memory.shared import SharedMemoryQuota
 from onebox.worker.progress import WorkerProgress
 from onebox.worker.system.cpu_affinity import threads_on_all_cores
 from onebox.worker.system.network_interfaces import NoAddress, bind_nccl, forwarded_address, listening_address
-from onebox.worker.system.tcp_connections import ConnectionState, GroupSockets
 
 _HOST = accelerator_for("cpu")
+
+_CONNECT_STEP_S = 0.005
 
 MOST_GROUPS = 1024
 """Most groups of a worker at a time: each takes address space, and perhaps sockets."""
@@ -79,7 +80,7 @@ class GroupManager:
         self._failures = 0
         self._last_failure = ""
         self._emulated_links = EmulatedLinks()
-        self._sockets = GroupSockets()
+        self._most_bytes = quota_bytes or UNASKED_BYTES
         self._forming: FormGroup | None = None
 
     @property
@@ -98,7 +99,7 @@ class GroupManager:
             raise WireError(f"this worker is in {len(self._groups)} groups; no more are allowed")
         accelerator, progress = (_HOST, WorkerProgress()) if form.aside else (self._accelerator, self._progress)
         form = msgspec.structs.replace(form, address=self._address or form.address)
-        with self._sockets.making(form.group), threads_on_all_cores():
+        with threads_on_all_cores():
             self._forming = form
             try:
                 group = form_group(
@@ -110,7 +111,7 @@ class GroupManager:
                     shared=self._shared,
                     network=self._network,
                     sharing_key=self._sharing_key,
-                    connections=lambda: self._sockets.state(form.group),
+                    most_bytes=self._most_bytes,
                 )
                 self._groups[form.group] = group
             finally:
@@ -139,13 +140,15 @@ class GroupManager:
             failed: Whether this worker cannot do its part.
         """
         self._lost.pop(number, None)
-        self._channel.send_to_client(Left(number, failed))
         group = self._groups.pop(number, None)
+        with suppress(RankLost):
+            while group is not None and not failed and group.attend():
+                time.sleep(_CONNECT_STEP_S)  # who waits for what is sent has to know this worker before it has left
+        self._channel.send_to_client(Left(number, failed))
         if group is not None:
             group.close()
             self._note(number, group)
         self._failed.discard(number)
-        self._sockets.forget(number)
 
     def traffic(self) -> tuple[GroupTraffic, ...]:
         """Return what was carried to workers of other hosts since the last call."""
@@ -154,6 +157,17 @@ class GroupManager:
     def settle(self) -> bool:
         """Free memory that was shared in groups that this worker has left; return whether none of it is left."""
         return self._shared.settle()
+
+    def attend(self) -> tuple[bool, dict[int, RankLost]]:
+        """Ask the client what other threads need of it; return whether they may need more, and the groups that have
+        failed in such a thread, with the reason."""
+        more, failed = False, {}
+        for number, group in self._groups.items():
+            try:
+                more |= group.attend()
+            except RankLost as error:
+                failed[number] = error
+        return more, failed
 
     def check(self) -> bool:
         """Return whether operations of groups go on without the host.
@@ -210,7 +224,6 @@ class GroupManager:
 
     def interrupt(self, number: int) -> None:
         """End waits for a silent rank of a group; callable from any thread."""
-        self._sockets.shut(number)
         group, forming = self._groups.get(number), self._forming
         if group is not None:
             group.interrupt()
@@ -266,7 +279,7 @@ def form_group(
     shared: SharedMemoryQuota | None = None,
     network: GroupNetwork | None = None,
     sharing_key: bytes = b"",
-    connections: Callable[[], ConnectionState] = lambda: ConnectionState(False, 0),
+    most_bytes: int = UNASKED_BYTES,
 ) -> WorkerGroup:
     """Join a group.
 
@@ -279,7 +292,7 @@ def form_group(
         shared: Limit of the memory that it shares; none by default.
         network: Where workers of other hosts find this one, beside the group's address.
         sharing_key: See :func:`find_shm_peers`.
-        connections: Returns the state of the group's connections, once it has formed.
+        most_bytes: Most bytes that come from another host before they are asked for.
 
     Raises:
         RankLost: The others did not join in time.
@@ -290,9 +303,9 @@ def form_group(
         return ClientGroup(form, channel, accelerator)
     store = ChannelStore(channel, form.group, form.timeout_s)
 
-    def by_sockets() -> GlooGroup:
+    def by_sockets() -> TcpGroup:
         relay = ChannelRelay(channel, form.group)
-        return _by_sockets(form, store, accelerator, progress, network, relay, connections)
+        return _by_sockets(form, store, accelerator, progress, network or GroupNetwork(), relay, most_bytes)
 
     copier = shm_copier_for(accelerator)
 
@@ -321,7 +334,7 @@ def form_group(
 
 def _by_nccl(form: FormGroup, store: ChannelStore, accelerator: Accelerator, progress: WorkerProgress) -> NcclGroup:
     bind_nccl(form.address)
-    if form.backend == "gloo":  # its GPUs may be of several hosts
+    if form.backend == "tcp":  # its GPUs may be of several hosts
         try:
             address = listening_address(form.address)
         except NoAddress:  # NCCL needs none on one host
@@ -341,7 +354,7 @@ def _by_host(
     shared: SharedMemoryQuota | None,
     copier: ShmCopier | None,
     met: ShmPeers | None,
-    by_sockets: Callable[[], GlooGroup],
+    by_sockets: Callable[[], TcpGroup],
 ) -> WorkerGroup:
     """Join a group through memory where it is shared, and sockets."""
     near = None if met is None else ShmGroup(form, met, accelerator, progress, emulated_links, copier, shared)
@@ -366,22 +379,25 @@ def _by_sockets(
     store: ChannelStore,
     accelerator: Accelerator,
     progress: WorkerProgress,
-    network: GroupNetwork | None,
+    network: GroupNetwork,
     relay: ChannelRelay,
-    connections: Callable[[], ConnectionState],
-) -> GlooGroup:
+    most_bytes: int,
+) -> TcpGroup:
     if form.links:
         raise WireError("links can be emulated in groups of one agent's workers, on a Linux host with x86-64, only")
     if accelerator.device.type == "meta":
         raise RankLost("a worker that does not compute can only be in a group of one agent's CPU and sim devices")
-    links, network = None, network or GroupNetwork()
-    if form.backend == "gloo-tls":
-        address, advertised = forwarded_address(form.address, network.bound)
-        links = connect_mesh(form.rank, form.size, address, store, advertised=advertised, network=network, relay=relay)
-    else:
-        address = listening_address(form.address)
-        require_reachable(form.rank, range(form.size), address, store, "gloo-reach")
-    try:
-        return GlooGroup(form, store, accelerator, progress, address, links, network.meters, connections)
-    except RuntimeError as error:
-        raise RankLost(f"the group could not be formed: {str(error).splitlines()[0]}") from error
+    encrypted = form.backend == "tls"
+    address, advertised = forwarded_address(form.address, network.bound)
+    return TcpGroup(
+        form,
+        store,
+        accelerator,
+        progress,
+        address,
+        encrypted=encrypted,
+        advertised=advertised,
+        network=network,
+        relay=relay if encrypted else None,
+        most_bytes=most_bytes,
+    )

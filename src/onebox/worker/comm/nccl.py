@@ -26,19 +26,26 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from math import prod
 from typing import Any
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from onebox.errors import WireError
-from onebox.wire import DTYPES, TensorSpec
+from onebox.wire import DTYPES, TensorSpec, spec_of
 from onebox.wire.protocol.groups import FormGroup
+from onebox.wire.protocol.responses import Joined
 from onebox.worker.accelerator import Accelerator, Event
-from onebox.worker.comm.agreement import FINGERPRINT_ELEMENTS
-from onebox.worker.comm.api import Finish, RankLost, RowRange, check_rows
-from onebox.worker.comm.torch_dist import CLOSE_S, TorchDistGroup, as_real
+from onebox.worker.comm.agreement import (
+    FINGERPRINT_ELEMENTS,
+    check_fingerprints,
+    collective_fingerprint,
+    fingerprint_elements,
+)
+from onebox.worker.comm.api import Begun, Finish, RankLost, ReceivedTensor, RowRange, check_rows, parts_of
 from onebox.worker.progress import WorkerProgress
 
 REACH = 4
@@ -51,6 +58,13 @@ ABORT_S = 5.0
 
 FREE_S = 10.0
 """Longest time that a thread may stay in one call after the abort that should have ended it."""
+
+CLOSE_S = 5.0
+"""Longest wait of a leaving worker for its sends to be received."""
+
+_HEAD_BYTES = 16
+
+_COLLECT, _BROADCAST = 1, 2  # fingerprints of collectives other than an all-reduce
 
 _FEW = 32
 """Operations up to which completed ones are not looked for."""
@@ -117,7 +131,7 @@ def end_process(reason: str) -> None:
     os._exit(1)
 
 
-class NcclGroup(TorchDistGroup):
+class NcclGroup:
     """A group of GPUs: a communicator for collectives, and one for each direction.
 
     Args:
@@ -150,7 +164,13 @@ class NcclGroup(TorchDistGroup):
         make = functools.partial(connect, device=accelerator.device, timeout=timeout)
         store = dist.PrefixStore(f"nccl-{form.nccl[0]}", store)  # ranks of other hosts may have a set of their own
         whole = make(dist.PrefixStore("all", store), rank, size)
-        super().__init__(rank, size, whole, accelerator=accelerator, staged=False, progress=progress)
+        self.rank = rank
+        self._size = size
+        self._group = whole
+        self._accelerator = accelerator
+        self._device = accelerator.device
+        self._progress = progress
+        self._order = 0
         try:
             for way in directions(size):
                 if rank in way:
@@ -164,6 +184,131 @@ class NcclGroup(TorchDistGroup):
     def peers(self) -> tuple[int, ...]:
         """Ranks of the formed group, which may have other members, that are reached by NCCL."""
         return tuple(self._form.nccl[target] for source, target in self._ways if source == self.rank)
+
+    @property
+    def joined(self) -> Joined:
+        """Return that no memory is shared."""
+        return Joined()
+
+    def reduce(self, tensors: Sequence[Tensor]) -> Finish:
+        """Begin to sum tensors of one type over the ranks, as one flat tensor."""
+        specs = [spec_of(tensor) for tensor in tensors]
+        fingerprint = self._fingerprint(specs)
+        flat = self._flat(tensors, fingerprint)
+        work = self._begin(lambda: self._group.allreduce([flat]), flat)
+        return self._finish([work], self._checked(flat, specs, fingerprint, self._size))
+
+    def collect(self, tensors: Sequence[Tensor], root: int) -> Begun:
+        """Begin to sum tensors of one type for one rank."""
+        self._check_root(root)
+        specs = [spec_of(tensor) for tensor in tensors]
+        fingerprint = self._fingerprint(specs, _COLLECT, root)
+        flat = self._flat(tensors, fingerprint)
+        options = dist.ReduceOptions()
+        options.rootRank = root
+        work = self._begin(lambda: self._group.reduce([flat], options), flat, sent=self.rank != root)
+        if self.rank == root:
+            return self._finish([work], self._checked(flat, specs, fingerprint, self._size))
+        return time.monotonic_ns()
+
+    def broadcast(self, specs: Sequence[TensorSpec], tensors: Sequence[Tensor], root: int) -> Begun:
+        """Begin to broadcast tensors of one type from one rank."""
+        self._check_root(root)
+        fingerprint = self._fingerprint(specs, _BROADCAST, root)
+        if self.rank == root:
+            flat = self._flat(tensors, fingerprint)
+        else:
+            dtype = DTYPES[specs[0].dtype]
+            count = sum(prod(spec.shape) for spec in specs) * (2 if dtype.is_complex else 1) + FINGERPRINT_ELEMENTS
+            flat = torch.empty(count, dtype=dtype.to_real(), device=self._device)
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = root, 0
+        work = self._begin(lambda: self._group.broadcast([flat], options), flat, sent=self.rank == root)
+        if self.rank != root:
+            return self._finish([work], self._checked(flat, specs, fingerprint, 1))
+        return time.monotonic_ns()
+
+    def _check_root(self, root: int) -> None:
+        if not 0 <= root < self._size:
+            raise WireError(f"rank {root} of a group of {self._size}; allowed are 0 to {self._size - 1}")
+
+    def _fingerprint(self, specs: Sequence[TensorSpec], *more: int) -> tuple[int, int]:
+        """Return the number of the next collective, and the fingerprint of this rank's call."""
+        order, self._order = self._order, self._order + 1
+        return order, collective_fingerprint(order, specs, *more)
+
+    def _flat(self, tensors: Sequence[Tensor], fingerprint: tuple[int, int]) -> Tensor:
+        """Return tensors as one real tensor, with the fingerprint appended."""
+        parts = [as_real(tensor).reshape(-1) for tensor in tensors]
+        fingerprint_part = fingerprint_elements(fingerprint[1], parts[0].dtype, self._size, self._device)
+        return torch.cat([*parts, fingerprint_part])
+
+    def _checked(
+        self, flat: Tensor, specs: Sequence[TensorSpec], fingerprint: tuple[int, int], times: int
+    ) -> Callable[[], Tensor]:
+        """Return a function that returns the received elements after checking the fingerprint; ``times`` is its
+        multiplicity.
+        """
+        order, own = fingerprint
+        kind = collective_fingerprint(times, specs)
+
+        def made() -> Tensor:
+            self._require(
+                flat[-FINGERPRINT_ELEMENTS:],
+                kind,
+                lambda summed: check_fingerprints(summed, own, self._size, order, times=times),
+            )
+            elements = flat[:-FINGERPRINT_ELEMENTS]
+            complex_made = elements.dtype is not DTYPES[specs[0].dtype]
+            return torch.view_as_complex(elements.view(-1, 2)) if complex_made else elements
+
+        return made
+
+    def gather(self, tensor: Tensor, spec: TensorSpec, dim: int, sizes: Sequence[int]) -> Finish:
+        """Begin to gather the ranks' tensors along a dimension.
+
+        Each rank sends as many bytes as the longest part has, behind the fingerprint of its call.
+
+        Raises:
+            WireError: The tensor is no such part; or later, another rank's call differs.
+        """
+        order, self._order = self._order, self._order + 1
+        specs = parts_of(spec_of(tensor), spec, dim, sizes, self.rank)
+        if len(specs) != self._size:
+            raise WireError(f"{len(specs)} parts of a gather in a group of {self._size}")
+        fingerprint = crc32(f"gather {order} {spec} {dim} {sizes}".encode())
+        longest = max(part.size_bytes for part in specs)
+        mine = torch.zeros(_HEAD_BYTES + longest, dtype=torch.uint8, device=self._device)
+        mine[:_HEAD_BYTES].view(torch.int64).fill_(fingerprint)
+        mine[_HEAD_BYTES : _HEAD_BYTES + tensor.nbytes] = tensor.contiguous().view(-1).view(torch.uint8)
+        parts = [torch.empty_like(mine) for _ in specs]
+        work = self._begin(lambda: self._group.allgather([parts], [mine]), mine, *parts)
+
+        def check(seen: Tensor) -> None:
+            if (rank := int(seen[0])) >= 0:
+                raise WireError(f"rank {rank} came for another gather than that of {spec} along dimension {dim}")
+
+        def made() -> Tensor:
+            others = torch.stack([part[:_HEAD_BYTES].view(torch.int64)[0] for part in parts]) != fingerprint
+            first = torch.where(others.any(), others.to(torch.uint8).argmax(), -1).reshape(1)
+            self._require(first, crc32(f"gather {spec} {dim} {sizes}".encode()), check)
+            dtype, end = DTYPES[spec.dtype], _HEAD_BYTES
+            dense = [
+                part[end : end + of.size_bytes].view(dtype).view(of.shape)
+                for part, of in zip(parts, specs, strict=True)
+            ]
+            return torch.cat(dense, dim)
+
+        return self._finish([work], made)
+
+    def _finish(self, works: Sequence[Any], made: Callable[[], Tensor]) -> Finish:
+        def finish() -> ReceivedTensor:
+            with self._progress.wait():
+                for work in works:
+                    self._guard(work.wait)
+            return ReceivedTensor(made(), time.monotonic_ns())
+
+        return finish
 
     def send(self, tensor: Tensor, peer: int, channel: int, within: RowRange | None = None) -> int:
         """Begin to send a tensor to a rank with its present contents, after all that has been sent to that rank."""
@@ -197,6 +342,10 @@ class NcclGroup(TorchDistGroup):
         if self._failure:
             raise RankLost(self._failure)
         return min((begun for *_, begun in (*self._works, *self._unread)), default=0)
+
+    def attend(self) -> bool:
+        """Return that nothing is needed of the client."""
+        return False
 
     def interrupt(self, reason: str = "another worker of the group does not answer") -> None:
         """Abort all communicators, in another thread; end this process if they or their waits do not end."""
@@ -233,9 +382,15 @@ class NcclGroup(TorchDistGroup):
 
     def _require(self, summed: Tensor, kind: int, check: Callable[[Tensor], None]) -> None:
         """Have the fingerprints of the first collective of a kind checked when they have come to the host, which does
-        not wait for them; the group has then failed if they differ."""
+        not wait for them; the group has then failed if they differ.
+
+        Args:
+            summed: Their sum, or another tensor of as many bytes at most, on the device.
+            kind: The same number for all collectives with the same types and sizes.
+            check: Checks it in the host's memory; raises :class:`WireError` if they differ.
+        """
         if self._staging is None:
-            super()._require(summed, kind, check)
+            check(summed)
         elif kind not in self._agreed and self._staging:
             self._agreed.add(kind)
             seen = self._staging.popleft()[: summed.nbytes].view(summed.dtype)
@@ -281,12 +436,12 @@ class NcclGroup(TorchDistGroup):
     def _guard(self, call: Callable[[], Any]) -> Any:
         if self._failure:
             raise RankLost(self._failure)
+        if self._group is None:
+            raise RankLost("the group has been left")
         try:
-            made = super()._guard(call)
-        except RankLost:
-            if self._failure:
-                raise RankLost(self._failure) from None
-            raise
+            made = call()
+        except RuntimeError as error:
+            raise RankLost(self._failure or str(error).splitlines()[0]) from error
         if self._failure:  # a wait for an aborted operation ends without an error
             raise RankLost(self._failure)
         return made
@@ -323,3 +478,8 @@ class NcclGroup(TorchDistGroup):
 def _abort(communicator: Any) -> None:
     with suppress(RuntimeError):
         communicator.abort()
+
+
+def as_real(tensor: Tensor) -> Tensor:
+    """Return a complex tensor as a real one, as NCCL has no complex numbers: real and imaginary parts side by side."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor

@@ -15,8 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 
-from onebox.worker.comm.api import RankLost
-from onebox.worker.comm.tls_mesh import MembershipStore
+from onebox.worker.comm.api import MembershipStore, RankLost
 
 REACH_S = 20.0
 """Time after which a host that cannot be connected to is given up: longer than an interruption that a run survives."""

@@ -51,7 +51,7 @@ from onebox.wire.protocol.snapshots import Fill, Lay, Read, Recall, Remembered, 
 from onebox.worker.accelerator import DeviceFailed
 from onebox.worker.comm.api import ClientChannel, RankLost
 from onebox.worker.comm.manager import GroupManager, groups_of
-from onebox.worker.comm.tls_mesh import GroupNetwork
+from onebox.worker.comm.tcp.mesh import GroupNetwork
 from onebox.worker.device import ComputeDevice, seed_of
 from onebox.worker.execution.collectives import CollectiveExecutor, Communication, Resolve
 from onebox.worker.execution.eager import EagerExecutor, VoidKernel
@@ -227,8 +227,17 @@ class Executor:
         self._groups.interrupt(group)
 
     def settle(self) -> bool:
-        """Free memory that was shared in groups that this worker has left; return whether none of it is left."""
-        return self._groups.settle()
+        """Do for groups what is to be done while there is no message; return whether there is nothing more of that.
+
+        A group in which this worker cannot connect to another one, for which it has something, is left: others wait for
+        it there.
+        """
+        more, failed = self._groups.attend()
+        for number, error in failed.items():
+            failure = describe_failure(error, "send")
+            self._report(failure)
+            self._groups.abandon(number, failure)
+        return self._groups.settle() and not more
 
     def close(self) -> None:
         """Leave all groups, and end pending work."""

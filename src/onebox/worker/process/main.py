@@ -44,7 +44,7 @@ from onebox.wire.protocol.requests import PROTOCOL, Envelope, Shutdown
 from onebox.wire.protocol.responses import Hello, Reply, WorkerFailure, WorkerMessage
 from onebox.worker.accelerator import KERNELS_AT_ONCE, DeviceFailed, needs_driver
 from onebox.worker.comm.api import RankLost
-from onebox.worker.comm.tls_mesh import GroupNetwork
+from onebox.worker.comm.tcp.mesh import GroupNetwork
 from onebox.worker.device import ComputeDevice
 from onebox.worker.emulated import EmulatedDevice
 from onebox.worker.execution.errors import describe_failure, require_device

@@ -102,7 +102,7 @@ ENVELOPES = [
         True,
         (Perform(KERNEL, (1, 2), (0.1, 0.2), 10), SetGenerator(9, 7), SetGenerator(0, None, 3), KeepGenerator(9, 4)),
     ),
-    Envelope(5, True, (FormGroup(1, 0, 2, "gloo", "127.0.0.1", 60.0), OptimizerStep(6, (1,), 1.0), Get((1, 2)))),
+    Envelope(5, True, (FormGroup(1, 0, 2, "tcp", "127.0.0.1", 60.0), OptimizerStep(6, (1,), 1.0), Get((1, 2)))),
 ]
 SAYINGS = [
     Hello(1, "2.13.0", "cpu", "a processor", 2, 2**34),

@@ -46,7 +46,7 @@ def run(size: int, way: str, rank: Callable[[WorkerGroup], Any], *, timeout_s: f
 
     def one(number: int) -> Any:
         def form(group: int, *, shared: bool) -> WorkerGroup:
-            asked = FormGroup(group, number, size, "gloo", "127.0.0.1", timeout_s, shared)
+            asked = FormGroup(group, number, size, "tcp", "127.0.0.1", timeout_s, shared)
             return form_group(asked, hub.channel(number), HOST, WorkerProgress(), EmulatedLinks())
 
         group = form(3, shared=way != "sockets")

@@ -55,7 +55,7 @@ def run(rank: Callable[[int, RankRig], Any], *, links: bool = False) -> list[Any
         rig = RankRig(hub.channel(number))
         slow = (EmulatedLink(1 - number, 1 - number, LATENCY_S, float("inf")),) if links else ()
         for group in (GROUP, OTHER):
-            rig.do(FormGroup(group, number, 2, "gloo", "127.0.0.1", 3600.0, True, slow))
+            rig.do(FormGroup(group, number, 2, "tcp", "127.0.0.1", 3600.0, True, slow))
         rig.do(define(100, RELU))
         rig.put(b1=torch.tensor([1.0, number]))
         try:

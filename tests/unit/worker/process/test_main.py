@@ -251,7 +251,7 @@ def test_a_sum_of_another_size_is_refused(client: Client) -> None:
 
 
 def test_a_group_that_cannot_be_formed(client: Client) -> None:
-    client.tell(FormGroup(5, 0, 2, "gloo", "127.0.0.1", 5.0))
+    client.tell(FormGroup(5, 0, 2, "tcp", "127.0.0.1", 5.0))
     lookup, _ = client.receive()
     while not (isinstance(lookup, Lookup) and lookup.action != "set"):
         lookup, _ = client.receive()

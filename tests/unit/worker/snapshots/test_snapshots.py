@@ -244,7 +244,7 @@ def carry(
     hub = Hub()
 
     def rank(number: int) -> SnapshotSlots:
-        form = FormGroup(3, number, 2, "gloo", "127.0.0.1", WAIT_S, shared, (), True)
+        form = FormGroup(3, number, 2, "tcp", "127.0.0.1", WAIT_S, shared, (), True)
         group = form_group(form, hub.channel(number), HOST, WorkerProgress(), EmulatedLinks())
         own = slots()
         courier = SnapshotTransfer(FaultInjector(faults if number == 0 else ()))

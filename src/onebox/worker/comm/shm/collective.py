@@ -1,42 +1,17 @@
-"""One reduction or gather over the ranks of a group on one host, and the purpose codes of messages for collectives."""
+"""One reduction or gather over the ranks of a group on one host."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
-from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-from onebox.errors import WireError
 from onebox.wire import DTYPES, TensorSpec
+from onebox.worker.comm.collectives import joined, rank_sum, require_agreement, require_joint
 from onebox.worker.comm.shm.arena import MemoryBlock
 from onebox.worker.comm.shm.layout import ShmMessage
 from onebox.worker.comm.shm.receiver import PendingReceive, ShmReceiver
-
-Purpose = Literal["a sum", "a sum for one rank", "a broadcast"]
-_PURPOSES = get_args(Purpose)
-
-
-def code_of(purpose: Purpose, fingerprint: int) -> int:
-    """Return the purpose code of a message for a collective other than a gather; that of a gather is its dimension.
-
-    Args:
-        purpose: The kind of collective.
-        fingerprint: A 32-bit fingerprint of the rank's call, which must equal that of the other ranks.
-    """
-    return -1 - (_PURPOSES.index(purpose) << 32 | fingerprint)
-
-
-def flat_spec(specs: Sequence[TensorSpec]) -> TensorSpec:
-    """Return the spec of tensors of one type, concatenated."""
-    return TensorSpec(specs[0].dtype, (sum(math.prod(spec.shape) for spec in specs),))
-
-
-def is_gather(code: int) -> bool:
-    """Return whether a message belongs to a gather."""
-    return code >= 0
 
 
 class ShmCollective:
@@ -77,19 +52,15 @@ class ShmCollective:
         return [self._own if rank == self._rank else wait(self._expected[rank]) for rank in range(size)]
 
     def sum(self, messages: Sequence[ShmMessage]) -> Tensor:
-        """Return the sum, added up in the order of the ranks.
+        """Return the sum.
 
         Raises:
             WireError: Another rank's call differs.
         """
-        self._agree(messages, [message.spec for message in messages])
+        require_agreement(self._order, self._rank, messages)
         if self._block is None:
             return torch.empty(self._own.spec.shape, dtype=DTYPES[self._own.spec.dtype], device="meta")
-        parts = self._parts(messages)
-        total = parts[0] + parts[1] if len(parts) > 1 else parts[0].clone()
-        for part in parts[2:]:
-            total += part
-        return total
+        return rank_sum(self._parts(messages))
 
     def join(self, messages: Sequence[ShmMessage], dim: int, spec: TensorSpec) -> Tensor:
         """Return the concatenation of all ranks' parts.
@@ -102,16 +73,12 @@ class ShmCollective:
         Raises:
             WireError: Another rank's call differs, or the result has another spec.
         """
-        self._agree(messages, [_without(message.spec, dim) for message in messages])
-        own = self._own.spec
-        joint = sum(message.spec.shape[dim] for message in messages)
-        made = TensorSpec(own.dtype, (*own.shape[:dim], joint, *own.shape[dim + 1 :]))
-        if made != spec:
-            raise WireError(f"{made} comes of a gather along dimension {dim} where {spec} was to come")
+        require_agreement(self._order, self._rank, messages)
+        specs = [message.spec for message in messages]
+        require_joint(specs, dim, spec)
         if self._block is None:
             return torch.empty(spec.shape, dtype=DTYPES[spec.dtype], device="meta")
-        parts = self._parts(messages)
-        return torch.cat([part.view(message.spec.shape) for part, message in zip(parts, messages, strict=True)], dim)
+        return joined(self._parts(messages), specs, dim)
 
     def give_back(self) -> None:
         """Return all ranks' memory. Idempotent."""
@@ -127,39 +94,5 @@ class ShmCollective:
         if block is not None:
             self._drop(block)
 
-    def _agree(self, messages: Sequence[ShmMessage], specs: Sequence[TensorSpec]) -> None:
-        mine = specs[self._rank]
-        for rank, (message, spec) in enumerate(zip(messages, specs, strict=True)):
-            if message.code != self._own.code or spec != mine:
-                raise disagreement(self._order, self._rank, self._own, rank, message)
-
     def _parts(self, messages: Sequence[ShmMessage]) -> list[Tensor]:
         return [inbox.part(message) for inbox, message in zip(self._inboxes, messages, strict=True)]
-
-
-def _without(spec: TensorSpec, dim: int) -> TensorSpec:
-    """Return a specification with the size of one dimension left out."""
-    return TensorSpec(spec.dtype, (*spec.shape[:dim], -1, *spec.shape[dim + 1 :]))
-
-
-def disagreement(order: int, rank: int, own: ShmMessage, peer: int, message: ShmMessage) -> WireError:
-    """Return the error for ranks that call different collectives.
-
-    Args:
-        order: The number of the collective in the group.
-        rank: This rank.
-        own: This rank's message.
-        peer: The other rank.
-        message: The message of the other rank.
-    """
-    other = _name(message) if _name(message) != _name(own) else "one of tensors of other sizes, or another rank"
-    return WireError(
-        f"the ranks disagree on collective {order} of the group: rank {rank} came for {_name(own)}, rank {peer} for "
-        f"{other}"
-    )
-
-
-def _name(message: ShmMessage) -> str:
-    code = message.code
-    kind = f"a gather along dimension {code}" if is_gather(code) else _PURPOSES[(-1 - code >> 32) % len(_PURPOSES)]
-    return f"{kind} of {message.spec}"

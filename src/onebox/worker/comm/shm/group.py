@@ -29,9 +29,10 @@ from onebox.wire.protocol.responses import Joined
 from onebox.worker.accelerator import Accelerator
 from onebox.worker.comm.agreement import collective_fingerprint
 from onebox.worker.comm.api import Begun, Finish, RankLost, ReceivedTensor, RowRange, check_rows, parts_of
+from onebox.worker.comm.collectives import code_of, disagreement, flat_spec, is_gather
 from onebox.worker.comm.emulated_links import EmulatedLinks, EmulatedRing
 from onebox.worker.comm.shm.arena import MemoryBlock
-from onebox.worker.comm.shm.collective import ShmCollective, code_of, disagreement, flat_spec, is_gather
+from onebox.worker.comm.shm.collective import ShmCollective
 from onebox.worker.comm.shm.gpu_sender import GpuShmSender, ShmCopier
 from onebox.worker.comm.shm.layout import ShmMessage, check_dimensions
 from onebox.worker.comm.shm.receiver import PendingReceive, ShmReceiver
@@ -216,6 +217,10 @@ class ShmGroup:
     def check(self) -> int:
         """Return 0: waits are those of the host."""
         return 0
+
+    def attend(self) -> bool:
+        """Return that nothing is needed of the client."""
+        return False
 
     def interrupt(self) -> None:
         """End all waits; callable from any thread, effective within :data:`SLICE_S`."""

@@ -206,7 +206,7 @@ def test_a_link_has_a_speed_that_can_be_emulated(speed: tuple[float, float]) -> 
 @pytest.mark.parametrize("at_ns", [-1, 1 << 62])
 def test_no_message_is_of_before_all_time_or_of_after_the_next_day(at_ns: int) -> None:
     own, other = SharedMemory.make(), SharedMemory.make()
-    form = FormGroup(1, 1, 2, "gloo", "127.0.0.1", 5.0, True)
+    form = FormGroup(1, 1, 2, "tcp", "127.0.0.1", 5.0, True)
     group = ShmGroup(form, ShmPeers({0: other, 1: own}, {}), accelerator_for("cpu"), WorkerProgress(), EmulatedLinks())
     sender = ShmSender(other, 2)
     cell = lane_start(1) + 128

@@ -27,7 +27,7 @@ from onebox.worker.comm.shm.descriptors import DescriptorExchange
 from onebox.worker.comm.shm.group import ShmGroup
 from onebox.worker.comm.shm.rendezvous import find_shm_peers, shm_domain
 from onebox.worker.comm.shm.segment import SharedMemory, supported
-from onebox.worker.comm.torch_dist import GlooGroup
+from onebox.worker.comm.tcp.group import TcpGroup
 from onebox.worker.progress import WorkerProgress
 from tests.kit.leaks import nothing_left
 from tests.unit.programs import HOST
@@ -51,7 +51,7 @@ def run(places: str, rank: Callable[[int, WorkerGroup], Any], *, owners: str = "
 
     def one(number: int) -> Any:
         PLACE.name = places[number]
-        form = FormGroup(3, number, len(places), "gloo", "127.0.0.1", 20.0, True)
+        form = FormGroup(3, number, len(places), "tcp", "127.0.0.1", 20.0, True)
         key = owners[number : number + 1].encode()
         group = form_group(form, hub.channel(number), HOST, WorkerProgress(), EmulatedLinks(), sharing_key=key)
         try:
@@ -82,9 +82,9 @@ def swap(group: WorkerGroup, number: int, size: int) -> list[tuple[int, int, Ten
     ("places", "kinds"),
     [
         ("aa", [ShmGroup] * 2),
-        ("ab", [GlooGroup] * 2),
+        ("ab", [TcpGroup] * 2),
         ("abaab", [HybridGroup] * 5),
-        ("aab", [HybridGroup, HybridGroup, GlooGroup]),
+        ("aab", [HybridGroup, HybridGroup, TcpGroup]),
     ],
 )
 def test_tensors_go_by_the_way_that_there_is(places: str, kinds: Sequence[type]) -> None:
@@ -110,7 +110,7 @@ def test_memory_is_shared_by_workers_of_one_owner_only() -> None:
             assert torch.equal(came, part(peer, number, order))
         return type(group)
 
-    assert run("aaa", rank, owners="xyx") == [HybridGroup, GlooGroup, HybridGroup]
+    assert run("aaa", rank, owners="xyx") == [HybridGroup, TcpGroup, HybridGroup]
 
 
 @pytest.mark.parametrize("change", ["key", "rank", "group", "inode", "post", "nothing"])
@@ -124,7 +124,7 @@ def test_who_copies_or_changes_what_another_rank_has_said_shares_nothing(change:
     other = {"inode": {"inode": 4}, "post": {"post": "00ff"}}.get(change, {})
     keys.set("memory/1", str(dataclasses.replace(signed, **other)))
     keys.set("shares/1", "0,1")
-    form = FormGroup(3, 0, 2, "gloo", "127.0.0.1", 0.2, True)
+    form = FormGroup(3, 0, 2, "tcp", "127.0.0.1", 0.2, True)
     met = find_shm_peers(form, keys, sharing_key=b"k")
     post._socket.setblocking(False)
     came = list(post._receive())
@@ -178,7 +178,7 @@ def test_devices_that_do_not_compute_need_one_host_and_so_do_emulated_links() ->
 
     def one(number: int) -> None:
         PLACE.name = "ab"[number]
-        form = FormGroup(3, number, 2, "gloo", "127.0.0.1", 20.0, True)
+        form = FormGroup(3, number, 2, "tcp", "127.0.0.1", 20.0, True)
         with pytest.raises(RankLost, match="can only be in a group of one agent"):
             form_group(form, hub.channel(number), accelerator_for("meta"), WorkerProgress(), EmulatedLinks())
 
@@ -202,7 +202,7 @@ def test_what_is_no_card_is_refused(said: bytes, complaint: str) -> None:
     keys = Keys()
     keys._values["memory/1"] = said
     with pytest.raises(WireError, match=complaint):
-        find_shm_peers(FormGroup(3, 0, 2, "gloo", "127.0.0.1", 1.0, True), keys)
+        find_shm_peers(FormGroup(3, 0, 2, "tcp", "127.0.0.1", 1.0, True), keys)
 
 
 def test_a_rank_whose_process_has_ended_is_lost() -> None:
@@ -212,7 +212,7 @@ def test_a_rank_whose_process_has_ended_is_lost() -> None:
     keys = Keys()
     keys.set("memory/1", str(rendezvous._Card("a", 0, pid, 1 << 30, 3, "ff").signed(b"", 3, 1)))
     with pytest.raises(RankLost, match=f"process {pid} has ended"):
-        find_shm_peers(FormGroup(3, 0, 2, "gloo", "127.0.0.1", 1.0, True), keys)
+        find_shm_peers(FormGroup(3, 0, 2, "tcp", "127.0.0.1", 1.0, True), keys)
 
 
 def test_nothing_stays_behind_of_a_group_in_two_places() -> None:

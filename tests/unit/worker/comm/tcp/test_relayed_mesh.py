@@ -17,13 +17,22 @@ from onebox.pool.client.relay_routes import RelayFlow, RelayRoute, RelayRoutes
 from onebox.pool.errors import WorkerLocation
 from onebox.wire.protocol.responses import Listening, RelayRequest
 from onebox.wire.relay_greeting import REPLY_BYTES, TOKEN_BYTES, Greeting, greeting_reply
-from onebox.worker.comm import tls_mesh
 from onebox.worker.comm.api import RankLost
-from onebox.worker.comm.tls_mesh import DuplexLink, GroupNetwork, connect_mesh
-from tests.unit.worker.comm.test_tls_mesh import Store, reach, works
+from onebox.worker.comm.tcp import mesh
+from onebox.worker.comm.tcp.mesh import GroupNetwork
+from tests.unit.worker.comm.tcp.meshes import (
+    HERE,
+    WITHIN_S,
+    Ends,
+    Store,
+    announced,
+    closing,
+    connect_mesh,
+    reach,
+    read,
+    works,
+)
 
-WITHIN_S = 30.0
-HERE = "127.0.0.1"
 NOBODY = "127.0.0.99"
 """An address at which nobody listens."""
 
@@ -77,7 +86,7 @@ class Of:
 
 @pytest.fixture(autouse=True)
 def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tls_mesh, "DIRECT_S", 0.2)
+    monkeypatch.setattr(mesh, "DIRECT_S", 0.2)
 
 
 @pytest.fixture
@@ -95,11 +104,11 @@ def client() -> Iterator[Client]:
 
 def formed(
     ranks: ThreadPoolExecutor, client: Client, addresses: Sequence[str], networks: Sequence[GroupNetwork] | None = None
-) -> list[dict[int, DuplexLink]]:
+) -> list[dict[int, Ends]]:
     """Form a group of ranks that others are to find at some addresses."""
     store = Store()
 
-    def one(rank: int) -> dict[int, DuplexLink]:
+    def one(rank: int) -> dict[int, Ends]:
         return connect_mesh(
             rank,
             len(addresses),
@@ -113,39 +122,26 @@ def formed(
     return [each.result(WITHIN_S) for each in [ranks.submit(one, rank) for rank in range(len(addresses))]]
 
 
-@contextlib.contextmanager
-def closing(meshes: Sequence[dict[int, DuplexLink]]) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        for mesh in meshes:
-            for link in mesh.values():
-                link.close()
-
-
 def test_the_client_relays_where_there_is_no_way_and_nowhere_else(
     ranks: ThreadPoolExecutor, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    relayed, read = bytearray(), RelayFlow.read
+    relayed, take = bytearray(), RelayFlow.read
 
     def look(flow: RelayFlow, data: bytes) -> None:
         relayed.extend(data)
-        read(flow, data)
+        take(flow, data)
 
     monkeypatch.setattr(RelayFlow, "read", look)
     meshes = formed(ranks, client, (HERE, HERE, NOBODY))
-    with closing(meshes):
+    with closing(*meshes):
         for one in range(3):
             for other in range(one):
                 assert works(meshes[one][other], meshes[other][one])
         assert sorted(client.requests) == [(0, 2), (1, 2)]
         pattern = b"a tensor's bytes" * 64
-        meshes[0][2].outgoing[0].sendall(pattern)
-        found = b""
-        while len(found) < len(pattern):
-            found += meshes[2][0].incoming[0].recv(len(pattern))
+        meshes[0][2].outgoing[0].send(pattern)
+        found = read(meshes[2][0].incoming[0], len(pattern))
         assert found == pattern and len(relayed) > len(pattern) and pattern[:16] not in relayed
-        assert meshes[0][2].outgoing[0].version() == "TLSv1.3"
     for listening in client.listeners.values():
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection((HERE, listening.port), WITHIN_S)
@@ -154,19 +150,19 @@ def test_the_client_relays_where_there_is_no_way_and_nowhere_else(
 def test_workers_of_one_host_behind_a_router_need_no_relay_to_each_other(
     ranks: ThreadPoolExecutor, client: Client
 ) -> None:
-    with closing(formed(ranks, client, (NOBODY, NOBODY, HERE))):
+    with closing(*formed(ranks, client, (NOBODY, NOBODY, HERE))):
         assert sorted(client.requests) == [(2, 0), (2, 1)]
 
 
 def test_a_host_without_a_way_is_known_to_later_groups_until_there_is_one(
     ranks: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tls_mesh, "KNOWN_S", 0.01)
+    monkeypatch.setattr(mesh, "KNOWN_S", 0.01)
     networks = [GroupNetwork(), GroupNetwork()]
     for direct_s, address, requests in ((0.2, NOBODY, 1), (1000.0, NOBODY, 1), (0.2, HERE, 0)):
-        monkeypatch.setattr(tls_mesh, "DIRECT_S", direct_s)
+        monkeypatch.setattr(mesh, "DIRECT_S", direct_s)
         client = Client(2)
-        with contextlib.closing(client.relay), closing(formed(ranks, client, (HERE, address), networks)):
+        with contextlib.closing(client.relay), closing(*formed(ranks, client, (HERE, address), networks)):
             assert len(client.requests) == requests
         assert networks[0].unreachable == ({NOBODY} if requests else set()) or address == HERE
     assert not networks[1].unreachable
@@ -182,7 +178,7 @@ def test_the_client_cannot_connect_a_worker_with_another_one_than_its_peer(ranks
     client = Client(3, astray)
     store, addresses = Store(), (HERE, HERE, NOBODY)
 
-    def one(rank: int) -> dict[int, DuplexLink]:
+    def one(rank: int) -> dict[int, Ends]:
         address, of = addresses[rank], Of(client, rank)
         return connect_mesh(rank, 3, HERE, store, advertised=address, relay=of, connect_s=2.0)
 
@@ -212,7 +208,7 @@ def test_a_listener_lets_nobody_in_who_does_not_know_its_token_nor_for_a_rank_th
     ranks: ThreadPoolExecutor, client: Client
 ) -> None:
     store = Store()
-    store.set("tls/1", f"{HERE} 9 {tls_mesh.new_certificate().der.hex()}")  # announced, and not there yet
+    store.set("tcp/1", announced(HERE, 9))  # announced, and not there yet
     first = ranks.submit(connect_mesh, 0, 2, HERE, store, relay=Of(client, 0))
     while 0 not in client.listeners:
         time.sleep(0.01)
@@ -235,8 +231,8 @@ def test_listeners_take_the_first_free_one_of_the_ports_and_any_if_none_is_free(
         ports = (busy.getsockname()[1], free.getsockname()[1])
         free.close()
         networks = [GroupNetwork(ports=ports), GroupNetwork(ports=ports[:1])]
-        with closing(formed(ranks, client, (HERE, HERE), networks)):
+        with closing(*formed(ranks, client, (HERE, HERE), networks)):
             assert client.listeners[0].port == ports[1] and client.listeners[1].port not in ports
             again = Client(2)  # while the connections of the first group have that port
-            with contextlib.closing(again.relay), closing(formed(ranks, again, (HERE, HERE), networks)):
+            with contextlib.closing(again.relay), closing(*formed(ranks, again, (HERE, HERE), networks)):
                 assert again.listeners[0].port == ports[1]

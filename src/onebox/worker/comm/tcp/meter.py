@@ -15,7 +15,6 @@ is one more, which is judged with the others in the same way.
 from __future__ import annotations
 
 import socket
-import ssl
 import struct
 import threading
 import time
@@ -23,6 +22,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from onebox.wire.protocol.responses import GroupTraffic
+from onebox.worker.comm.tcp.connection import Connection
 
 _INFO = struct.Struct("=24xI40xI48xQ16xII16xQQQ")
 """Of ``linux/tcp.h``: unacked, rtt, bytes_acked, notsent_bytes, min_rtt, busy_time, rwnd_limited, sndbuf_limited."""
@@ -112,7 +112,7 @@ class LinkMeter:
         peer: The rank at their other end.
     """
 
-    def __init__(self, connections: Sequence[ssl.SSLSocket], group: int, peer: int) -> None:
+    def __init__(self, connections: Sequence[Connection], group: int, peer: int) -> None:
         self._group, self._peer = group, peer
         self._connections = connections
         self._used = UsedConnections(len(connections))
@@ -120,19 +120,19 @@ class LinkMeter:
         self._writing_ns = [0] * len(connections)
         self._reported = [_Totals()] * len(connections)
 
-    def send(self, data: bytes | memoryview) -> None:
-        """Send all of some data by the used connection with the fewest bytes that the network has not taken yet.
+    def send(self, *parts: bytes | memoryview) -> None:
+        """Send all of some parts by the used connection with the fewest bytes that the network has not taken yet.
 
         Raises:
             OSError: A connection has ended.
         """
         begin_ns = time.thread_time_ns()
-        found = [_counters(each) for each in self._connections[: self._used.count]]
+        found = [_counters(each.raw) for each in self._connections[: self._used.count]]
         self._used.judge(found)
         place = min(range(len(found)), key=lambda number: found[number].unsent_bytes)
         self._bursts[place] += not found[place].unacked and not found[place].unsent_bytes
         try:
-            self._connections[place].sendall(data)
+            self._connections[place].send(*parts)
         finally:
             self._writing_ns[place] += time.thread_time_ns() - begin_ns
 
@@ -140,14 +140,24 @@ class LinkMeter:
     def pending(self) -> bool:
         """True if the other end has not acknowledged all that was sent; not of connections that have ended."""
         try:
-            return any(found.unacked or found.unsent_bytes for found in map(_counters, self._connections))
+            return any(
+                found.unacked or found.unsent_bytes for found in (_counters(each.raw) for each in self._connections)
+            )
         except OSError:
             return False
+
+    @property
+    def acknowledged_bytes(self) -> int:
+        """Bytes that the other end has acknowledged; 0 of connections that have ended."""
+        try:
+            return sum(found.acked_bytes for found in (_counters(each.raw) for each in self._connections))
+        except OSError:
+            return 0
 
     def take(self) -> GroupTraffic | None:
         """Return what has been carried since the last call; ``None`` if the connections are closed."""
         try:
-            found = [_counters(each) for each in self._connections]
+            found = [_counters(each.raw) for each in self._connections]
         except OSError:
             return None
         new = []
@@ -164,14 +174,14 @@ class LinkMeter:
         return GroupTraffic(self._group, self._peer, max(0, sum(each.size_bytes for each in new)), net_ns)
 
 
-def round_trip_s(connection: socket.socket) -> float:
+def round_trip_s(raw: socket.socket) -> float:
     """Return the shortest time there and back that the kernel has measured on a connection; 0 if it has none."""
-    trip_us = _counters(connection).trip_us
+    trip_us = _counters(raw).trip_us
     return trip_us / 1e6 if trip_us < _UNKNOWN_US else 0.0
 
 
-def _counters(connection: socket.socket) -> _Counters:
-    found = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO.size)
+def _counters(raw: socket.socket) -> _Counters:
+    found = raw.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO.size)
     return _Counters(*_INFO.unpack(found.ljust(_INFO.size, b"\0")))
 
 
@@ -182,7 +192,7 @@ class LinkMeters:
         self._meters: list[LinkMeter] = []
         self._lock = threading.Lock()
 
-    def add(self, connections: Sequence[ssl.SSLSocket], group: int, peer: int) -> LinkMeter:
+    def add(self, connections: Sequence[Connection], group: int, peer: int) -> LinkMeter:
         """Return the meter of new connections to a rank of a group."""
         meter = LinkMeter(connections, group, peer)
         with self._lock:

@@ -9,35 +9,31 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from onebox.wire.protocol.responses import GroupTraffic
-from onebox.worker.comm.link_meter import HELD_BACK, JUDGED_TRIPS, LinkMeters, UsedConnections, _Counters
-from onebox.worker.comm.tls_mesh import DuplexLink, connect_mesh
+from onebox.worker.comm.tcp.meter import HELD_BACK, JUDGED_TRIPS, LinkMeters, UsedConnections, _Counters
 from tests.kit.waiting import until
-from tests.unit.worker.comm.test_tls_mesh import HERE, WITHIN_S, Store
+from tests.unit.worker.comm.tcp import meshes
+from tests.unit.worker.comm.tcp.meshes import HERE, WITHIN_S, Ends, Store, connect_mesh
 
 MESSAGE = bytes(1 << 20)
 PAUSE_S, PAUSES = 0.02, 10
 
 
 @pytest.fixture
-def ends() -> Iterator[tuple[DuplexLink, DuplexLink]]:
+def ends() -> Iterator[tuple[Ends, Ends]]:
     """Connections of ranks 0 and 1 with each other."""
     store = Store()
     with ThreadPoolExecutor(2) as threads:
-        meshes = list(threads.map(lambda rank: connect_mesh(rank, 2, HERE, store), range(2)))
-    yield meshes[0][1], meshes[1][0]
-    for mesh, peer in zip(meshes, (1, 0), strict=True):
-        mesh[peer].close()
+        one, other = threads.map(lambda rank: connect_mesh(rank, 2, HERE, store), range(2))
+    with meshes.closing(one, other):
+        yield one[1], other[0]
 
 
-def read(end: DuplexLink, count: int, pause_s: float = 0.0) -> None:
+def read(end: Ends, count: int, pause_s: float = 0.0) -> None:
     """Read so many bytes, in ten parts with a pause before each."""
-    end.incoming[0].settimeout(WITHIN_S)
     part = -(-count // PAUSES)
     for first in range(0, count, part):
         time.sleep(pause_s)
-        left = min(part, count - first)
-        while left:
-            left -= len(end.incoming[0].recv(left))
+        meshes.read(end.incoming[0], min(part, count - first))
 
 
 def carried(meters: LinkMeters, size_bytes: int) -> list[GroupTraffic]:
@@ -47,7 +43,7 @@ def carried(meters: LinkMeters, size_bytes: int) -> list[GroupTraffic]:
     return found
 
 
-def test_bytes_are_counted_once_by_the_rank_that_they_go_to(ends: tuple[DuplexLink, DuplexLink]) -> None:
+def test_bytes_are_counted_once_by_the_rank_that_they_go_to(ends: tuple[Ends, Ends]) -> None:
     here, there = ends
     meters = LinkMeters()
     meter = meters.add(here.outgoing, 5, 7)
@@ -65,7 +61,7 @@ def test_bytes_are_counted_once_by_the_rank_that_they_go_to(ends: tuple[DuplexLi
     assert meters.take() == ()
 
 
-def test_the_time_is_that_until_bytes_have_arrived_and_no_other(ends: tuple[DuplexLink, DuplexLink]) -> None:
+def test_the_time_is_that_until_bytes_have_arrived_and_no_other(ends: tuple[Ends, Ends]) -> None:
     here, there = ends
     meters = LinkMeters()
     meter = meters.add(here.outgoing, 5, 3)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import socket
 import ssl
 import struct
@@ -16,29 +15,22 @@ from typing import Any
 import pytest
 
 from onebox.errors import WireError
-from onebox.worker.comm import tls_mesh
 from onebox.worker.comm.api import RankLost
 from onebox.worker.comm.certificate import Certificate, new_certificate, public_key, sign
-from onebox.worker.comm.tls_mesh import DuplexLink, connect_mesh
-from tests.kit.waiting import until
-from tests.unit.ranks import Keys
-
-WITHIN_S = 30.0
-HERE = "127.0.0.1"
-
-
-class Store(Keys):
-    """A store of threads whose group is dissolved by a test."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.dissolved = False
-
-    def check(self, keys: list[str]) -> bool:
-        """Fail once the group is dissolved."""
-        if self.dissolved:
-            raise RankLost("another worker has left the group")
-        return True
+from onebox.worker.comm.tcp import mesh
+from tests.unit.worker.comm.tcp.meshes import (
+    HERE,
+    WITHIN_S,
+    Store,
+    announced,
+    call,
+    closing,
+    connect_mesh,
+    reach,
+    read,
+    where,
+    works,
+)
 
 
 @pytest.fixture
@@ -50,25 +42,6 @@ def store() -> Store:
 def ranks() -> Iterator[ThreadPoolExecutor]:
     with ThreadPoolExecutor(8) as threads:
         yield threads
-
-
-def where(store: Store, rank: int) -> tuple[str, int]:
-    """Return where a rank listens."""
-    host, port, _ = store.get(f"tls/{rank}").decode().split(" ")
-    return host, int(port)
-
-
-def reach(store: Store, rank: int) -> socket.socket:
-    """Connect to a rank as soon as it listens."""
-
-    def connected() -> socket.socket | None:
-        with contextlib.suppress(ConnectionRefusedError):
-            return socket.create_connection(where(store, rank), WITHIN_S)
-        return None
-
-    found = until(connected)
-    assert found is not None
-    return found
 
 
 class SlowStore(Store):
@@ -94,13 +67,6 @@ class SlowStore(Store):
         return self._store.multi_get(keys)
 
 
-def works(one: DuplexLink, other: DuplexLink) -> bool:
-    """Return whether both directions carry data."""
-    one.outgoing[0].sendall(b"there")
-    other.outgoing[0].sendall(b"back")
-    return other.incoming[0].recv(5) == b"there" and one.incoming[0].recv(4) == b"back"
-
-
 def test_signatures_are_those_of_the_standard() -> None:
     """RFC 8032, 7.1, test 2."""
     seed = bytes.fromhex("4ccd089b28ff96da9db6c346ec114e0f5b8a319f35aba624da8cf6ed4fb8a6fb")
@@ -121,11 +87,10 @@ def test_all_ranks_reach_each_other_and_nothing_listens_afterwards(store: Store,
     for one in range(4):
         for other in range(one):
             assert works(meshes[one][other], meshes[other][one])
-        assert meshes[one][(one + 1) % 4].outgoing[0].version() == "TLSv1.3"
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(where(store, one), WITHIN_S)
-    for mesh in meshes:
-        for link in mesh.values():
+    for made in meshes:
+        for link in made.values():
             link.close()
 
 
@@ -133,29 +98,29 @@ def test_a_host_that_refuses_further_connections_has_one(
     store: Store, ranks: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a firewall does that limits the connections of one address."""
-    begin = tls_mesh._begin
+    connect, made = socket.create_connection, dict[int, socket.socket]()
 
-    def limited(raw: socket.socket, *args: Any) -> ssl.SSLSocket:
-        if args[-2]:  # a connection behind the first
-            raw.close()
+    def limited(where: tuple[str, int], *args: Any) -> socket.socket:
+        if where[1] in made and made[where[1]].fileno() >= 0:
             raise ConnectionRefusedError("too many connections")
-        return begin(raw, *args)
+        made[where[1]] = connect(where, *args)
+        return made[where[1]]
 
-    monkeypatch.setattr(tls_mesh, "round_trip_s", lambda raw: 0.3)
-    monkeypatch.setattr(tls_mesh, "_begin", limited)
+    monkeypatch.setattr(mesh, "round_trip_s", lambda raw: 0.3)
+    monkeypatch.setattr(mesh.socket, "create_connection", limited)
     one, other = (each.result(WITHIN_S) for each in [ranks.submit(connect_mesh, n, 2, HERE, store) for n in range(2)])
-    assert works(one[1], other[0])
-    for link in (one[1], other[0]):
-        assert len(link.outgoing) == len(link.incoming) == 1
-        for found in (*link.outgoing, *link.incoming):
-            assert found.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE), "routers forget what is idle"
-        link.close()
+    with closing(one, other):
+        assert works(one[1], other[0])
+        for link in (one[1], other[0]):
+            assert len(link.outgoing) == len(link.incoming) == 1
+            for found in (*link.outgoing, *link.incoming):
+                assert found.raw.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE), "routers forget what is idle"
 
 
 def test_idle_and_talking_strangers_are_closed_and_hold_up_nobody(
     store: Store, ranks: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tls_mesh, "HANDSHAKE_S", 1.0)
+    monkeypatch.setattr(mesh, "HANDSHAKE_S", 1.0)
     slow = SlowStore(store)
     first, second = (ranks.submit(connect_mesh, rank, 2, HERE, each) for rank, each in enumerate((store, slow)))
     with contextlib.ExitStack() as stack:
@@ -177,9 +142,9 @@ def test_idle_and_talking_strangers_are_closed_and_hold_up_nobody(
 def test_strangers_are_closed_while_the_group_waits(
     store: Store, ranks: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tls_mesh, "HANDSHAKE_S", 0.5)
-    monkeypatch.setattr(tls_mesh, "_PENDING", 4)
-    store.set("tls/1", f"{HERE} 9 {new_certificate().der.hex()}")  # announced, and not there yet
+    monkeypatch.setattr(mesh, "HANDSHAKE_S", 0.5)
+    monkeypatch.setattr(mesh, "_PENDING", 4)
+    store.set("tcp/1", announced(HERE, 9))  # announced, and not there yet
     first = ranks.submit(connect_mesh, 0, 2, HERE, store)
     with contextlib.ExitStack() as stack:
         strangers = [stack.enter_context(reach(store, 0)) for _ in range(8)]
@@ -218,34 +183,19 @@ def client(certificate: Certificate | None) -> ssl.SSLContext:
     return context
 
 
-def test_a_connection_that_was_reset_before_tls_leaves_no_socket_open() -> None:
-    """Its wrapper of the standard library, found unclosed, would fail this test."""
-    with socket.create_server((HERE, 0)) as listener:
-        raw = socket.create_connection(listener.getsockname())
-        accepted = listener.accept()[0]
-        accepted.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        accepted.close()
-    assert select.select([raw], [], [], WITHIN_S)[0]
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname = False
-    with pytest.raises(OSError):
-        tls_mesh._begin(raw, tls_mesh._Peer(1, HERE, 9, b""), context, HERE)
-    assert raw.fileno() < 0
-
-
 @pytest.mark.parametrize("key", [True, False], ids=["another key", "no key"])
 def test_who_has_no_key_of_the_group_is_refused(store: Store, ranks: ThreadPoolExecutor, key: bool) -> None:
-    announced = new_certificate()
-    store.set("tls/1", f"{HERE} 9 {announced.der.hex()}")
+    expected = new_certificate()
+    store.set("tcp/1", announced(HERE, 9, expected))
     first = ranks.submit(connect_mesh, 0, 2, HERE, store)
-    for certificate, accepted in ((new_certificate() if key else None, False), (announced, True)):
+    for certificate, accepted in ((new_certificate() if key else None, False), (expected, True)):
         with (
             reach(store, 0) as raw,
             client(certificate).wrap_socket(raw, server_hostname=HERE) as connection,
         ):
             if accepted:
-                connection.sendall(bytes((0, 1)))  # the first of one
-                assert connection.recv(1) == b"\x01"
+                connection.sendall(call(store, 0, 1))
+                assert len(connection.recv(32)) == 32
             else:
                 with pytest.raises(OSError):
                     connection.recv(1)
@@ -274,7 +224,7 @@ def test_a_listener_with_another_key_than_announced_gets_nothing(store: Store, r
         listener.settimeout(WITHIN_S)
         thread = threading.Thread(target=answer, args=(listener,))
         thread.start()
-        store.set("tls/1", f"{HERE} {listener.getsockname()[1]} {new_certificate().der.hex()}")
+        store.set("tcp/1", announced(HERE, listener.getsockname()[1]))
         with pytest.raises(RankLost, match="does not have the key of rank 1"):
             connect_mesh(0, 2, HERE, store)
         thread.join(WITHIN_S)
@@ -285,14 +235,13 @@ def test_the_members_of_a_group_cannot_stand_for_each_other(store: Store, ranks:
     """The address of rank 1 leads to rank 2."""
     genuine = Store()
     meshes = [ranks.submit(connect_mesh, rank, 3, HERE, genuine) for rank in (1, 2)]
-    one = genuine.get("tls/1").decode().split(" ")[2]
     host, port = where(genuine, 2)
-    store.set("tls/1", f"{host} {port} {one}")
-    store.set("tls/2", genuine.get("tls/2").decode())
+    store.set("tcp/1", " ".join([host, str(port), *genuine.get("tcp/1").decode().split(" ")[2:]]))
+    store.set("tcp/2", genuine.get("tcp/2").decode())
     listening = threading.Event()
 
     def hand_over() -> None:
-        genuine.set("tls/0", store.get("tls/0").decode())
+        genuine.set("tcp/0", store.get("tcp/0").decode())
         listening.set()
 
     ranks.submit(hand_over)
@@ -311,25 +260,33 @@ def test_a_rank_that_cannot_be_reached_is_named_with_its_address_and_port(
 ) -> None:
     with socket.create_server((HERE, 0)) as free:
         port = free.getsockname()[1]
-    store.set("tls/1", f"{HERE} {port} {new_certificate().der.hex()}")
+    store.set("tcp/1", announced(HERE, port))
     with pytest.raises(RankLost, match=rf"rank 1 .* cannot be reached at 127.0.0.1, port {port}: .*firewall"):
         connect_mesh(0, 2, HERE, store, connect_s=0.2)
 
 
 @pytest.mark.parametrize(
     "value",
-    ["", "x", "127.0.0.1 80", "lab1 80 00", "0.0.0.0 80 00", "127.0.0.1 0 00", "127.0.0.1 70000 00", "::1 1 0g"],
+    [
+        "",
+        "x",
+        "127.0.0.1 80",
+        *(f"{place} {'00' * 32} 00" for place in ("lab1 80", "0.0.0.0 80", "127.0.0.1 0", "127.0.0.1 70000")),
+        f"::1 1 {'00' * 32} 0g",
+        "::1 1 00 00",
+        f"::1 1 {'00' * 32} ",
+    ],
 )
 def test_what_a_rank_says_of_itself_is_checked(store: Store, value: str) -> None:
-    store.set("tls/1", value)
+    store.set("tcp/1", value)
     with pytest.raises(WireError, match="does not say where it listens"):
         connect_mesh(0, 2, HERE, store)
 
 
 def test_one_key_is_not_that_of_two_ranks(store: Store) -> None:
-    taken = f"{HERE} 9 {new_certificate().der.hex()}"
-    store.set("tls/1", taken)
-    store.set("tls/2", taken)
+    taken = announced(HERE, 9)
+    store.set("tcp/1", taken)
+    store.set("tcp/2", taken)
     with pytest.raises(WireError, match="the same certificate"):
         connect_mesh(0, 3, HERE, store)
 
@@ -347,9 +304,9 @@ def test_what_is_on_the_wire_is_not_what_is_sent_and_a_change_is_noticed(
 
     genuine = Store()
     first = ranks.submit(connect_mesh, 0, 2, HERE, genuine)
-    certificate = genuine.get("tls/0").decode().split(" ")[2]
+    rest = genuine.get("tcp/0").decode().split(" ")[2:]
     with socket.create_server((HERE, 0)) as listener:
-        store.set("tls/0", f"{HERE} {listener.getsockname()[1]} {certificate}")
+        store.set("tcp/0", " ".join([HERE, str(listener.getsockname()[1]), *rest]))
 
         def relay() -> None:
             with listener.accept()[0] as near, reach(genuine, 0) as far:
@@ -360,16 +317,14 @@ def test_what_is_on_the_wire_is_not_what_is_sent_and_a_change_is_noticed(
 
         relaying = ranks.submit(relay)
         second = ranks.submit(connect_mesh, 1, 2, HERE, store)
-        genuine.set("tls/1", store.get("tls/1").decode())
+        genuine.set("tcp/1", store.get("tcp/1").decode())
         one, other = first.result(WITHIN_S)[1], second.result(WITHIN_S)[0]
-        other.outgoing[0].sendall(pattern)
-        found = b""
-        while len(found) < len(pattern):
-            found += one.incoming[0].recv(len(pattern))
+        other.outgoing[0].send(pattern)
+        found = read(one.incoming[0], len(pattern))
         changing.set()
-        other.outgoing[0].sendall(pattern)
+        other.outgoing[0].send(pattern)
         with pytest.raises(ssl.SSLError):
-            one.incoming[0].recv(len(pattern))
+            read(one.incoming[0], len(pattern))
         one.close()
         other.close()
         relaying.result(WITHIN_S)

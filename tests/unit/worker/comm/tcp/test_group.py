@@ -1,0 +1,263 @@
+"""Groups over TCP, the ranks being threads: sums and their bits, connections when they are needed, and peers that end
+in the middle or say what no worker says."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from onebox.wire import TensorSpec, spec_of
+from onebox.wire.protocol.groups import FormGroup
+from onebox.worker.comm.api import RankLost, WorkerGroup
+from onebox.worker.comm.emulated_links import EmulatedLinks
+from onebox.worker.comm.manager import form_group
+from onebox.worker.comm.tcp import group as tcp_group
+from onebox.worker.comm.tcp.group import SHARED_BYTES, TcpGroup
+from onebox.worker.comm.tcp.messages import WINDOW_BYTES, Header
+from onebox.worker.progress import WorkerProgress
+from tests.kit.waiting import until
+from tests.unit.programs import HOST
+from tests.unit.ranks import Hub
+from tests.unit.worker.comm.tcp.meshes import HERE, WITHIN_S, Ends, Store, closing, connect_mesh
+
+FLOAT = TensorSpec("float32", (4,))
+
+
+def run(
+    size: int, rank: Callable[[TcpGroup], Any], *, store: Store | None = None, timeout_s: float = 20.0
+) -> list[Any]:
+    """Form a group of threads, and run a function in each."""
+    store, done = store or Store(), threading.Barrier(size)
+
+    def one(number: int) -> Any:
+        form = FormGroup(3, number, size, "tls", HERE, 20.0)
+        group = TcpGroup(form, store, HOST, WorkerProgress(), HERE, encrypted=True)
+        try:
+            found = rank(group)
+            done.wait(WITHIN_S)  # one that leaves would be missed by those that have not met it
+            return found
+        except BaseException:
+            done.abort()
+            raise
+        finally:
+            group.close()
+
+    with ThreadPoolExecutor(size) as threads:
+        return [future.result(60) for future in [threads.submit(one, number) for number in range(size)]]
+
+
+def parts_of(size: int, count: int, dtype: torch.dtype) -> list[Tensor]:
+    """Return the tensors of all ranks: their sums depend on the order."""
+    generator = torch.Generator().manual_seed(count)
+    return [(torch.randn(count, generator=generator) * 10.0**rank).to(dtype) for rank in range(size)]
+
+
+def in_order(parts: Sequence[Tensor]) -> Tensor:
+    """Return their sum, added up one after the other."""
+    total = parts[0].clone()
+    for part in parts[1:]:
+        total = total + part
+    return total
+
+
+COUNTS = [1, 1001, SHARED_BYTES // 4 - 1, SHARED_BYTES // 4 + 3]
+
+SPLITS = ["aaaa", "aaab", "abab", "abba", "aabc", "abca", "abcd", "ab", "aab", "aba", "abc"]
+"""Hosts of the ranks of a group."""
+
+
+@pytest.mark.parametrize("hosts", SPLITS)
+def test_sums_have_the_same_bits_however_ranks_are_divided_among_hosts(hosts: str) -> None:
+    hub, size = Hub(), len(hosts)
+    kinds = [torch.float32, torch.bfloat16]
+    parts = {(count, kind): parts_of(size, count, kind) for count in COUNTS for kind in kinds}
+    done = threading.Barrier(size)
+
+    def one(number: int) -> list[Tensor]:
+        form = FormGroup(3, number, size, "tls", HERE, 20.0, True)
+        key = hosts[number].encode() * 32
+        group = form_group(form, hub.channel(number), HOST, WorkerProgress(), EmulatedLinks(), sharing_key=key)
+        try:
+            begun = [group.reduce([each[number]]) for each in parts.values()]
+            found = [finish().tensor.clone() for finish in reversed(begun)][::-1]
+            done.wait(WITHIN_S)
+            return found
+        finally:
+            group.close()
+
+    with ThreadPoolExecutor(size) as threads:
+        sums = list(threads.map(one, range(size)))
+    for found in sums:
+        assert all(map(torch.equal, found, map(in_order, parts.values())))
+
+
+def test_a_sum_goes_on_whatever_ranks_do_before_they_wait_for_it() -> None:
+    """One waits for what the other sends when it has its sum."""
+    count = SHARED_BYTES
+
+    def rank(group: TcpGroup) -> list[float]:
+        first, second = (group.reduce([torch.full((count,), float(group.rank))]) for _ in range(2))
+        if group.rank == 0:
+            group.receive(FLOAT, 1, 5)()
+            return [float(first().tensor[0]), float(second().tensor[-1])]
+        found = [float(second().tensor[0]), float(first().tensor[-1])]
+        if group.rank == 1:
+            group.send(torch.ones(4), 0, 5)
+        return found
+
+    assert run(3, rank) == [[3.0, 3.0]] * 3
+
+
+def test_a_large_group_connects_those_that_exchange_something(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tcp_group, "EAGER_RANKS", 1)
+    size, made = 5, list[tuple[int, int]]()
+    connect = tcp_group.Mesh.connect
+
+    def noted(self: tcp_group.Mesh, rank: int, *args: Any) -> Any:
+        made.append((int(threading.current_thread().name.rpartition("-")[2]), rank))
+        return connect(self, rank, *args)
+
+    monkeypatch.setattr(tcp_group.Mesh, "connect", noted)
+
+    def rank(group: TcpGroup) -> Tensor | None:
+        came = group.receive(FLOAT, group.rank - 1, 0)().tensor if group.rank else torch.zeros(4)
+        if group.rank + 1 < size:
+            group.send(came + 1, group.rank + 1, 0)
+        return came
+
+    assert [float(found[0]) for found in run(size, rank)] == [0.0, 1.0, 2.0, 3.0, 4.0]
+    assert sorted(made) == [(number, number) for number in range(1, size)]
+
+
+def test_a_wait_for_one_that_left_without_a_connection_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tcp_group, "EAGER_RANKS", 1)
+    store = Store()
+
+    def rank(group: TcpGroup) -> None:
+        if group.rank == 0:
+            wait = group.receive(FLOAT, 1, 0)
+            store.dissolved = True  # as the client does when rank 1 says that it leaves
+            with pytest.raises(RankLost, match="has left the group"):
+                wait()
+
+    run(2, rank, store=store)
+
+
+def test_the_reader_of_one_channel_is_not_held_up_by_what_nobody_reads_in_another() -> None:
+    half = torch.zeros(WINDOW_BYTES // 8)  # of a window
+
+    def rank(group: TcpGroup) -> int:
+        if group.rank == 0:
+            for _ in range(4):
+                group.send(half, 1, 1)
+            group.send(torch.ones(4), 1, 2)
+            group.receive(FLOAT, 1, 0)()
+            return 0
+        assert group.receive(FLOAT, 0, 2)().tensor.tolist() == [1.0] * 4
+        group.send(torch.ones(4), 0, 0)
+        return sum(len(group.receive(spec_of(half), 0, 1)().tensor) for _ in range(4))
+
+    assert run(2, rank) == [0, 4 * len(half)]
+
+
+def test_a_wait_that_is_given_up_ends_and_nothing_more_is_sent() -> None:
+    def rank(group: TcpGroup) -> None:
+        wait = group.receive(FLOAT, 1 - group.rank, 0)
+        timer = threading.Timer(0.05, group.interrupt)
+        timer.start()
+        with pytest.raises(RankLost, match=r"given up|not connected any more|has left"):
+            wait()
+        timer.join()
+        with pytest.raises(RankLost):
+            group.send(torch.ones(4), 1 - group.rank, 0)
+
+    run(2, rank)
+
+
+# ---- a peer that is none
+
+
+@contextlib.contextmanager
+def beside_a_peer(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[TcpGroup, Ends]]:
+    """A group of two, and the connections of its rank 1, which is the test."""
+    monkeypatch.setattr(tcp_group, "EAGER_RANKS", 1)
+    store = Store()
+    with ThreadPoolExecutor(1) as threads:
+        peer = threads.submit(connect_mesh, 1, 2, HERE, store)
+        form = FormGroup(3, 0, 2, "tls", HERE, 20.0)
+        group = TcpGroup(form, store, HOST, WorkerProgress(), HERE, encrypted=True)
+        try:
+            group.send(torch.zeros(1), 1, 0)
+            ends = peer.result(WITHIN_S)
+            with closing(ends):
+                yield group, ends[0]
+        finally:
+            group.close()
+
+
+def chunk(number: int, data: bytes) -> bytes:
+    """Return a chunk of a stream."""
+    return number.to_bytes(4, "little") + len(data).to_bytes(4, "little") + data
+
+
+def test_the_wait_for_a_tensor_ends_when_its_sender_ends_in_the_middle(monkeypatch: pytest.MonkeyPatch) -> None:
+    with beside_a_peer(monkeypatch) as (group, peer):
+        finish = group.receive(TensorSpec("uint8", (1000,)), 1, 0)
+        head = Header(0, 0, 0, 1000, TensorSpec("uint8", (1000,))).encode()
+        peer.outgoing[0].send(chunk(0, head + bytes(500)))
+        peer.close()
+        with pytest.raises(RankLost, match=r"rank 1 is not connected any more: .*in the middle of a message"):
+            finish()
+
+
+def test_what_came_whole_before_the_end_is_received_and_a_wait_for_more_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    with beside_a_peer(monkeypatch) as (group, peer):
+        head = Header(0, 0, 0, 3, TensorSpec("uint8", (3,))).encode()
+        peer.outgoing[0].send(chunk(0, head + b"abc"))
+        peer.close()
+        found, more = (group.receive(TensorSpec("uint8", (3,)), 1, 0) for _ in range(2))
+        assert bytes(found().tensor.tolist()) == b"abc"
+        with pytest.raises(RankLost, match="rank 1 has left the group"):
+            more()
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        bytes(100).replace(b"\0", b"\xff"),
+        Header(0, 0, 5, 1, TensorSpec("uint8", (9,))).encode(),
+        Header(0, 0, 0, 9, TensorSpec("uint8", (8,))).encode(),
+        Header(0, 0, 0, 1 << 40, None).encode(),
+    ],
+    ids=["noise", "part", "size", "leave"],
+)
+def test_what_no_worker_says_ends_the_group_of_this_one_alone(said: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    with beside_a_peer(monkeypatch) as (group, peer):
+        finish = group.receive(TensorSpec("uint8", (9,)), 1, 0)
+        peer.outgoing[0].send(chunk(0, said))
+        with pytest.raises(RankLost, match="rank 1 is not connected any more"):
+            finish()
+
+
+def test_a_group_of_one_kind_is_any_worker_group() -> None:
+    def rank(group: TcpGroup) -> bool:
+        found: WorkerGroup = group
+        return found.check() == 0 and not found.attend()
+
+    assert run(2, rank) == [True, True]
+
+
+def test_threads_of_a_group_that_was_left_end() -> None:
+    def rank(group: TcpGroup) -> None:
+        group.reduce([torch.ones(SHARED_BYTES)])()
+
+    run(3, rank)
+    names = ("onebox-to", "onebox-from", "onebox-accept", "onebox-sums")
+    until(lambda: not [each for each in threading.enumerate() if each.name.startswith(names)])
