@@ -347,8 +347,9 @@ def worker_environment(threads: int, account: WorkerUser | None = None) -> dict[
     relative one would be that in which this process was started.
 
     NumPy's BLAS gets one thread: it starts its threads when it is loaded, before the worker confines itself, and
-    confinement applies to later threads only; workers use no NumPy operators. Without the last three variables, glibc
-    returns every large buffer to the kernel and pays for its pages again in the next operator.
+    confinement applies to later threads only; workers use no NumPy operators. Without the last four variables, glibc
+    returns every large buffer to the kernel and pays for its pages again in the next operator, or the next tensor that
+    a thread receives.
     """
     source = Path(__file__).resolve().parents[3]
     given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
@@ -363,6 +364,7 @@ def worker_environment(threads: int, account: WorkerUser | None = None) -> dict[
         "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
         "MALLOC_TRIM_THRESHOLD_": str(1 << 34),
         "MALLOC_TOP_PAD_": str(64 << 20),
+        "MALLOC_ARENA_MAX": "1",
         **own,
     }
 

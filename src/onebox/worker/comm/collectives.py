@@ -86,9 +86,16 @@ def disagreement(order: int, rank: int, own: Call, peer: int, call: Call) -> Wir
     )
 
 
-def rank_sum(parts: Sequence[Tensor]) -> Tensor:
-    """Return a new tensor with the sum of flat parts, added up in the order of the ranks."""
-    total = parts[0] + parts[1] if len(parts) > 1 else parts[0].clone()
+def rank_sum(parts: Sequence[Tensor], spare: int | None = None) -> Tensor:
+    """Return the sum of flat parts, added up in the order of the ranks.
+
+    Args:
+        parts: The parts.
+        spare: One of the first two that becomes the sum; ``None`` for a new tensor.
+    """
+    if len(parts) == 1:
+        return parts[0].clone()
+    total = torch.add(parts[0], parts[1], out=None if spare is None else parts[spare])
     for part in parts[2:]:
         total += part
     return total

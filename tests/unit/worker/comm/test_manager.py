@@ -20,14 +20,14 @@ import torch
 from torch import Tensor
 
 from onebox.errors import WireError
-from onebox.pool.client.group_services import LookupReply
 from onebox.wire import TensorSpec, spec_of, to_frame
 from onebox.wire.protocol.groups import FormGroup, Reduced, Rendezvous
-from onebox.wire.protocol.responses import LOOKUP_KEYS, Contribution, Lookup
+from onebox.wire.protocol.responses import LOOKUP_KEYS, Contribution
 from onebox.worker.comm.api import RankLost, ReceivedTensor, RowRange, WorkerGroup
 from onebox.worker.comm.client import ChannelStore, ClientGroup
 from onebox.worker.comm.emulated_links import EmulatedLinks
 from onebox.worker.comm.manager import GroupManager, form_group
+from onebox.worker.comm.tcp.mesh import Mesh
 from onebox.worker.execution.collectives import PendingBucket
 from onebox.worker.progress import WorkerProgress
 from onebox.worker.system.network_interfaces import NoAddress
@@ -42,10 +42,9 @@ def run(
     *,
     way: str,
     address: str = "127.0.0.1",
-    hub: Hub | None = None,
 ) -> list[Any]:
     """Form a group of threads and run a function in each."""
-    hub = hub or Hub()
+    hub = Hub()
 
     def one(number: int) -> Any:
         backend: Literal["tcp", "tls"] = "tls" if way == "encrypted" else "tcp"
@@ -83,18 +82,17 @@ def listening() -> list[tuple[str, str]]:
     return found
 
 
-def watched(hub: Hub) -> Callable[[], set[str]]:
-    """Return a function that returns at which addresses this process has begun to listen since, whenever a rank has
-    asked the client something."""
-    before, found = set(listening()), set[str]()
-    lookup = hub.keys.lookup
+def watched(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Return a set to which the addresses are added at which this process has begun to listen since, whenever a rank
+    connects to another one, which listens then."""
+    before, found, connect = set(listening()), set[str](), Mesh.connect
 
-    def look(worker: int, asked: Lookup) -> list[LookupReply]:
+    def look(mesh: Mesh, rank: int) -> Any:
         found.update(address for inode, address in set(listening()) - before)
-        return lookup(worker, asked)
+        return connect(mesh, rank)
 
-    hub.keys.lookup = look  # type: ignore[method-assign]
-    return lambda: found
+    monkeypatch.setattr(Mesh, "connect", look)
+    return found
 
 
 def as_listed(address: str) -> str:
@@ -103,10 +101,11 @@ def as_listed(address: str) -> str:
 
 
 @pytest.mark.parametrize("way", ["sockets", "encrypted"])
-def test_a_group_listens_at_the_address_of_its_pool_and_only_while_it_forms(way: str) -> None:
+def test_a_group_listens_at_the_address_of_its_pool_and_only_while_it_forms(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Not at that of all networks of a host, where everybody could reach it."""
-    hub, before = Hub(), set(listening())
-    seen = watched(hub)
+    before, seen = set(listening()), watched(monkeypatch)
     formed = threading.Barrier(2, timeout=20)
 
     def rank(number: int, group: WorkerGroup, progress: WorkerProgress) -> set[tuple[str, str]]:
@@ -116,8 +115,8 @@ def test_a_group_listens_at_the_address_of_its_pool_and_only_while_it_forms(way:
         formed.wait()
         return after
 
-    assert run(2, rank, way=way, address="127.0.0.2", hub=hub) == [set(), set()]
-    assert seen() == {as_listed("127.0.0.2")}
+    assert run(2, rank, way=way, address="127.0.0.2") == [set(), set()]
+    assert seen == {as_listed("127.0.0.2")}
 
 
 @pytest.mark.parametrize("address", ["0.0.0.0", "::", "0", "::ffff:0.0.0.0", ""])
@@ -130,9 +129,8 @@ def test_an_address_that_stands_for_all_is_refused(backend: Literal["tcp", "tls"
     assert set(listening()) == before
 
 
-def test_the_address_is_that_of_the_owner_of_the_host_and_not_of_the_client() -> None:
-    hub, before = Hub(), set(listening())
-    seen = watched(hub)
+def test_the_address_is_that_of_the_owner_of_the_host_and_not_of_the_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    hub, before, seen = Hub(), set(listening()), watched(monkeypatch)
 
     def one(number: int) -> None:
         manager = GroupManager(hub.channel(number), HOST, WorkerProgress(), address="127.0.0.3")
@@ -142,7 +140,7 @@ def test_the_address_is_that_of_the_owner_of_the_host_and_not_of_the_client() ->
 
     with ThreadPoolExecutor(2) as threads:
         list(threads.map(one, range(2)))
-    assert seen() == {as_listed("127.0.0.3")} and set(listening()) == before
+    assert seen == {as_listed("127.0.0.3")} and set(listening()) == before
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])

@@ -417,6 +417,9 @@ class FailingGroup:
             raise RankLost(self.failure)
         return True
 
+    def attend(self) -> bool:
+        return False
+
     def interrupt(self) -> None:
         self.failure = "another worker of the group does not answer"
 

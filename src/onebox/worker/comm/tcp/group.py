@@ -174,7 +174,7 @@ class TcpGroup:
         flat = self._flat(tensors)
         if self._form.size > 2 and flat.nbytes >= SHARED_BYTES:
             return self._reduce_shares(flat, code, order)
-        return self._all_parts(flat, code, order, lambda parts, specs: rank_sum(parts))
+        return self._all_parts(flat, code, order, self._sum)
 
     def collect(self, tensors: Sequence[Tensor], root: int) -> Begun:
         """Begin to sum tensors of one type for one rank."""
@@ -185,7 +185,7 @@ class TcpGroup:
         if root != self.rank:
             self._post_flat(root, _PARTS, code, flat)
             return time.monotonic_ns()
-        return self._await_parts(flat, code, order, lambda parts, specs: rank_sum(parts))
+        return self._await_parts(flat, code, order, self._sum)
 
     def broadcast(self, specs: Sequence[TensorSpec], tensors: Sequence[Tensor], root: int) -> Begun:
         """Begin to broadcast tensors of one type from one rank."""
@@ -300,6 +300,10 @@ class TcpGroup:
         told = [text.decode() for text in store.multi_get([f"said/{rank}" for rank in self._links])]
         if first := next(filter(None, (said, *told)), ""):
             raise RankLost(first)
+        while not all(link.connected[1] for link in self._links.values()):  # their last words are on the way
+            time.sleep(_MOVES_S)
+            self._mesh.attend(missing=True)
+        self._mesh.stop_listening()
 
     def _link(self, peer: int) -> Link:
         if self._left:
@@ -392,6 +396,10 @@ class TcpGroup:
 
         return finish
 
+    def _sum(self, parts: Sequence[Tensor], specs: object = None) -> Tensor:
+        """Return the sum of parts, of which all but that of this rank are its own to overwrite."""
+        return rank_sum(parts, int(self.rank == 0))
+
     def _reduce_shares(self, flat: Tensor, code: int, order: int) -> Finish:
         """Begin a sum of which each rank adds up its share, in a thread: others wait for it, whatever this rank does
         next."""
@@ -423,7 +431,7 @@ class TcpGroup:
         own = Message(code, spec_of(shares[rank]), shares[rank])
         messages = [own if peer == rank else parts[peer].wait(within_s, _nothing) for peer in range(self._form.size)]
         require_agreement(order, rank, messages)
-        share = rank_sum([message.tensor for message in messages])
+        share = self._sum([message.tensor for message in messages])
         del messages
         for peer in self._links:
             self._post_flat(peer, _SUMS, code, share)

@@ -269,6 +269,10 @@ class Mesh:
         """End attempts to connect; callable from any thread."""
         self._ended = self._ended or why
 
+    def stop_listening(self) -> None:
+        """Listen no longer: all have come. Idempotent."""
+        self._acceptor.close()
+
     def close(self) -> None:
         """Listen no longer, and end attempts to connect. Idempotent."""
         self.end("the group has been left")
