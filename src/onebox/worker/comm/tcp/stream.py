@@ -16,7 +16,7 @@ from onebox.worker.comm.tcp.meter import LinkMeter
 CHUNK_BYTES = 1 << 20
 """Most bytes of a chunk."""
 
-SPREAD_BYTES = 1 << 18
+SPREAD_BYTES = 1 << 16
 """The same over several connections: less than the kernel's window of one, so that one takes it while others send."""
 
 _AHEAD_BYTES = 1 << 16

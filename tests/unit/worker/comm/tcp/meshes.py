@@ -61,7 +61,7 @@ def connect_mesh(
         made = {other: threads.submit(mesh.connect, other, connect_s) for other in others}
 
         def complete() -> bool:
-            mesh.attend()
+            mesh.attend(missing=True)
             for future in made.values():
                 if future.done():
                     future.result()
