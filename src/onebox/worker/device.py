@@ -199,7 +199,7 @@ class ComputeDevice:
         zeros for others.
         """
         found = self.accelerator.identity()
-        return found.capability, found.multiprocessors, "nccl" in self.accelerator.backends
+        return found.capability, found.multiprocessors, self.accelerator.nccl
 
     def gpu(self) -> str:
         """Return the identity of a GPU: its host, since its start, and its place there; empty for others, and where it

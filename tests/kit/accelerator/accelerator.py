@@ -52,7 +52,7 @@ class ModelAccelerator(DeviceTensors):
     def __init__(self, seed: int = 0, *, memory_bytes: int = MEMORY_BYTES) -> None:
         super().__init__(torch.device(operators.device_name(), 0))
         self.generator: torch.Generator = torch.default_generator
-        self.backends: tuple[str, ...] = ("gloo",)
+        self.nccl = False
         self._scheduler = Scheduler(seed)
         self._allocator = CachingAllocator(self._scheduler, memory_bytes)
         self._pinned = PinnedMemory(self._scheduler)

@@ -65,7 +65,7 @@ class HostAccelerator(DeviceTensors):
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self.generator = torch.default_generator if device.type == "cpu" else torch.Generator()
-        self.backends: tuple[str, ...] = ("gloo",) if device.type == "cpu" else ()
+        self.nccl = False
         self._stream = _HostStream()
 
     def identity(self) -> DeviceIdentity:

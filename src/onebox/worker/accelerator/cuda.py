@@ -53,7 +53,7 @@ class CudaAccelerator(GraphCapture):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(torch.device("cuda", device.index or 0))
-        self.backends: tuple[str, ...] = ("nccl", "gloo") if dist.is_nccl_available() else ("gloo",)
+        self.nccl = dist.is_nccl_available()
         self._idle: torch.cuda.Stream | None = None
         self._anchor: tuple[torch.cuda.Event, int] | None = None
 

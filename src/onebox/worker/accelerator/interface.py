@@ -144,8 +144,8 @@ class Accelerator(Protocol):
     generator: torch.Generator
     """Its default generator of random numbers."""
 
-    backends: tuple[str, ...]
-    """Backends of ``torch.distributed`` that take its tensors."""
+    nccl: bool
+    """True if NCCL takes its tensors."""
 
     graphs: bool
     """True if it can capture work; see :meth:`capture`."""

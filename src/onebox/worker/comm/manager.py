@@ -26,7 +26,7 @@ from onebox.worker.comm.shm.gpu_sender import ShmCopier, shm_copier_for
 from onebox.worker.comm.shm.group import ShmGroup
 from onebox.worker.comm.shm.rendezvous import ShmPeers, find_shm_peers
 from onebox.worker.comm.shm.segment import supported
-from onebox.worker.comm.tcp.group import UNASKED_BYTES, TcpGroup
+from onebox.worker.comm.tcp.group import TcpGroup
 from onebox.worker.comm.tcp.mesh import GroupNetwork
 from onebox.worker.memory.buffers import Poisoned
 from onebox.worker.memory.shared import SharedMemoryQuota
@@ -80,7 +80,6 @@ class GroupManager:
         self._failures = 0
         self._last_failure = ""
         self._emulated_links = EmulatedLinks()
-        self._most_bytes = quota_bytes or UNASKED_BYTES
         self._forming: FormGroup | None = None
 
     @property
@@ -111,7 +110,6 @@ class GroupManager:
                     shared=self._shared,
                     network=self._network,
                     sharing_key=self._sharing_key,
-                    most_bytes=self._most_bytes,
                 )
                 self._groups[form.group] = group
             finally:
@@ -279,7 +277,6 @@ def form_group(
     shared: SharedMemoryQuota | None = None,
     network: GroupNetwork | None = None,
     sharing_key: bytes = b"",
-    most_bytes: int = UNASKED_BYTES,
 ) -> WorkerGroup:
     """Join a group.
 
@@ -292,7 +289,6 @@ def form_group(
         shared: Limit of the memory that it shares; none by default.
         network: Where workers of other hosts find this one, beside the group's address.
         sharing_key: See :func:`find_shm_peers`.
-        most_bytes: Most bytes that come from another host before they are asked for.
 
     Raises:
         RankLost: The others did not join in time.
@@ -305,7 +301,7 @@ def form_group(
 
     def by_sockets() -> TcpGroup:
         relay = ChannelRelay(channel, form.group)
-        return _by_sockets(form, store, accelerator, progress, network or GroupNetwork(), relay, most_bytes)
+        return _by_sockets(form, store, accelerator, progress, network or GroupNetwork(), relay)
 
     copier = shm_copier_for(accelerator)
 
@@ -381,7 +377,6 @@ def _by_sockets(
     progress: WorkerProgress,
     network: GroupNetwork,
     relay: ChannelRelay,
-    most_bytes: int,
 ) -> TcpGroup:
     if form.links:
         raise WireError("links can be emulated in groups of one agent's workers, on a Linux host with x86-64, only")
@@ -399,5 +394,4 @@ def _by_sockets(
         advertised=advertised,
         network=network,
         relay=relay if encrypted else None,
-        most_bytes=most_bytes,
     )

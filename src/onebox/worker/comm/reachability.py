@@ -1,8 +1,8 @@
 """Check that the hosts of a group's ranks reach each other, before a library connects them without encryption.
 
-Gloo and NCCL wait for a connection as long as for any operation, half an hour, and do not say which pair of hosts it
-is. So each rank first listens at its address, at a port that the system chooses as it does for theirs, and connects to
-all others, within a bound. All ranks learn of the first failure and fail with the same words.
+NCCL waits for a connection as long as for any operation, half an hour, and does not say which pair of hosts it is. So
+each rank first listens at its address, at a port that the system chooses as it does for NCCL's, and connects to all
+others, within a bound. All ranks learn of the first failure and fail with the same words.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 
 from onebox.worker.comm.api import MembershipStore, RankLost
+from onebox.worker.comm.tcp.mesh import PLAIN_REMEDY
 
 REACH_S = 20.0
 """Time after which a host that cannot be connected to is given up: longer than an interruption that a run survives."""
@@ -24,13 +25,6 @@ _ATTEMPT_S = 3.0
 _RETRY_S = 0.1
 _LOOK_S = 0.5
 _LAST_PORT = (1 << 16) - 1
-
-_REMEDY = (
-    "Without encryption (plain_links, --plain-links) workers of different hosts connect to each other directly, both "
-    "ways, at ports that the system chooses: let the firewalls between them pass these, or start the agents with an "
-    "address that the others reach (onebox serve --advertise). Encrypted connections, the default, go by way of the "
-    "client where hosts do not reach each other."
-)
 
 
 def require_reachable(rank: int, ranks: Sequence[int], address: str, store: MembershipStore, name: str) -> None:
@@ -54,14 +48,14 @@ def require_reachable(rank: int, ranks: Sequence[int], address: str, store: Memb
             try:
                 port = held.enter_context(_listening(address, len(ranks))).getsockname()[1]
             except OSError as error:
-                said = f"rank {rank} of the group cannot listen at {address}: {error.strerror or error}. {_REMEDY}"
+                said = f"rank {rank} of the group cannot listen at {address}: {error.strerror or error}. {PLAIN_REMEDY}"
         store.set(f"{name}/at/{rank}", f"{address if port else ''} {port}")
         found = dict(zip(others, store.multi_get([f"{name}/at/{other}" for other in others]), strict=True))
         whys = {} if said else _failures(found, address, functools.partial(store.check, [f"{name}/at/{rank}"]))
         for other, (there, why) in whys.items():
             said = said or (
                 f"rank {rank} of the group, at {address}, cannot connect to rank {other}, at {there}, "
-                f"within {REACH_S:.0f} s: {why}. {_REMEDY}"
+                f"within {REACH_S:.0f} s: {why}. {PLAIN_REMEDY}"
             )
         store.set(f"{name}/said/{rank}", said)
         heard = store.multi_get([f"{name}/said/{other}" for other in others])  # others may still connect

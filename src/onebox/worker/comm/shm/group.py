@@ -5,9 +5,8 @@ ones are used in place without another copy (``benchmarks/transfers.py``); an ac
 asynchronously (see :mod:`onebox.worker.comm.shm.gpu_sender`).
 
 In an all-reduce each rank adds all parts itself, in the order of the ranks, so that results are bitwise equal on all
-ranks: for n ranks a bucket of S bytes costs each rank one copy and one sum of n parts; Gloo over loopback copies it
-through the kernel twice in each direction (``benchmarks/scaling.py``). In a reduction to one rank only that rank adds,
-in the same order; in a broadcast all readers share one block.
+ranks: for n ranks a bucket of S bytes costs each rank one copy and one sum of n parts (``benchmarks/scaling.py``). In a
+reduction to one rank only that rank adds, in the same order; in a broadcast all readers share one block.
 
 Emulated devices have tensors without elements (torch's ``meta`` device): they send the specs of tensors, and receive
 tensors without elements, with the same timing.

@@ -59,9 +59,6 @@ CLOSE_S = 5.0
 SHARED_BYTES = 1 << 18
 """Bytes from which on ranks share the addition: less takes longer in two steps than in one."""
 
-UNASKED_BYTES = 8 << 30
-"""Most bytes that come from a rank before they are asked for, where the worker's quota is not less."""
-
 _MOVES_S = 0.002
 _LOOK_S = 0.1
 
@@ -82,7 +79,6 @@ class TcpGroup:
         advertised: The IP address that leads the others there; ``address`` by default.
         network: Where others find this worker, and the meters of its connections.
         relay: The client, for peers that cannot be connected to; ``None`` to do without.
-        most_bytes: Most bytes that come from a rank before they are asked for.
 
     Raises:
         RankLost: A rank did not come, or cannot be reached.
@@ -101,7 +97,6 @@ class TcpGroup:
         advertised: str = "",
         network: GroupNetwork | None = None,
         relay: RelayClient | None = None,
-        most_bytes: int = UNASKED_BYTES,
     ) -> None:
         self._form = form
         self._accelerator = accelerator
@@ -111,9 +106,7 @@ class TcpGroup:
         self._left = self._given_up = False
         self._adder: _Adder | None = None
         others = [rank for rank in range(form.size) if rank != form.rank]
-        self._links = {
-            rank: Link(rank, functools.partial(self._connect, rank), min(most_bytes, UNASKED_BYTES)) for rank in others
-        }
+        self._links = {rank: Link(rank, functools.partial(self._connect, rank)) for rank in others}
         self._begun: dict[tuple[int, int], RowRange] = {}
         self._mesh = Mesh(
             form.rank,

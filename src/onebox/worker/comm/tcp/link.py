@@ -38,12 +38,11 @@ class Link:
     Args:
         peer: Its rank.
         connect: Makes the connections to it, or raises an error; called in a thread of the link.
-        most_bytes: Most bytes that come from it before they are asked for.
     """
 
-    def __init__(self, peer: int, connect: Callable[[], StreamWriter], most_bytes: int) -> None:
+    def __init__(self, peer: int, connect: Callable[[], StreamWriter]) -> None:
         self.peer = peer
-        self.inbox = Inbox(most_bytes)
+        self.inbox = Inbox()
         self._connect = connect
         self._writer: StreamWriter | None = None
         self._incoming: Sequence[Connection] = ()

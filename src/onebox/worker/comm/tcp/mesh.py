@@ -348,6 +348,7 @@ PLAIN_REMEDY = (
     "address that the others reach (onebox serve --advertise). Encrypted connections, the default, go by way of the "
     "client where hosts do not reach each other."
 )
+"""What helps where hosts do not reach each other without encryption."""
 
 
 def _code(secret: bytes, what: bytes, call: bytes) -> bytes:

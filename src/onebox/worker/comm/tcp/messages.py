@@ -21,6 +21,9 @@ from onebox.wire import DTYPES, TensorSpec
 WINDOW_BYTES = 64 << 20
 """Bytes of a channel that nobody has asked for from which on no more are sent, beside one message."""
 
+UNASKED_BYTES = 8 << 30
+"""Most bytes of all channels that nobody has asked for."""
+
 _LEAVE_BYTES = WINDOW_BYTES // 4
 """Bytes that were asked for, and for which the sender has no leave yet, from which on it is told."""
 
@@ -151,7 +154,7 @@ class Inbox:
         most_bytes: Most bytes that nobody has asked for.
     """
 
-    def __init__(self, most_bytes: int) -> None:
+    def __init__(self, most_bytes: int = UNASKED_BYTES) -> None:
         self.changed = threading.Condition()
         """Notified of each message, and of the end; its lock guards all else."""
         self.failure = ""

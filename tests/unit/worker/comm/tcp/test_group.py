@@ -25,7 +25,7 @@ from onebox.worker.progress import WorkerProgress
 from tests.kit.waiting import until
 from tests.unit.programs import HOST
 from tests.unit.ranks import Hub
-from tests.unit.worker.comm.tcp.meshes import HERE, WITHIN_S, Ends, Store, closing, connect_mesh
+from tests.unit.worker.comm.tcp.meshes import HERE, WITHIN_S, Ends, Store, announced, closing, connect_mesh
 
 FLOAT = TensorSpec("float32", (4,))
 
@@ -261,3 +261,22 @@ def test_threads_of_a_group_that_was_left_end() -> None:
     run(3, rank)
     names = ("onebox-to", "onebox-from", "onebox-accept", "onebox-sums")
     until(lambda: not [each for each in threading.enumerate() if each.name.startswith(names)])
+
+
+def test_a_peer_that_cannot_be_reached_is_named_to_who_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waits for what was sent: the client is told when this worker has nothing else to do."""
+    monkeypatch.setattr(tcp_group, "EAGER_RANKS", 1)
+    connect = tcp_group.Mesh.connect
+    monkeypatch.setattr(tcp_group.Mesh, "connect", lambda self, rank: connect(self, rank, 0.1))
+    store = Store()
+    store.set("tcp/1", announced(HERE, 9))
+    group = TcpGroup(FormGroup(3, 0, 2, "tls", HERE, 20.0), store, HOST, WorkerProgress(), HERE, encrypted=True)
+    try:
+        assert not group.attend(), "nothing is to be sent yet"
+        group.send(torch.ones(4), 1, 0)
+        with pytest.raises(RankLost, match=r"rank 1 of the group cannot be reached at 127\.0\.0\.1, port 9"):
+            until(lambda: not group.attend())
+        with pytest.raises(RankLost, match="cannot be reached"):
+            group.receive(FLOAT, 1, 0)()
+    finally:
+        group.close()
