@@ -27,6 +27,7 @@ import torch.distributed as dist
 from common import finish, show, spread
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from onebox.pool.launch.fork_server import worker_environment
 from onebox.wire import TensorSpec, spec_of
 from onebox.wire.protocol.groups import FormGroup
 from onebox.worker.accelerator import accelerator_for
@@ -86,7 +87,8 @@ def main() -> None:
 def measure(hosts: tuple[Host, Host], rounds: int) -> dict[str, list[float]]:
     """Run the ranks of two hosts, and return the figures of the first, with the processor time of both."""
     addresses = [host.address for host in hosts]
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1] / "src"), "OMP_NUM_THREADS": "1"}
+    source = str(Path(__file__).parents[1] / "src")
+    environment = {**os.environ, **worker_environment(1), "PYTHONPATH": source}
     ranks = []
     with contextlib.ExitStack() as stack:
         for rank, host in enumerate(hosts):
