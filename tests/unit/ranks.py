@@ -54,6 +54,7 @@ class Hub:
         self.keys = KeyValues()
         self.changed = threading.Condition()
         self.answers: dict[tuple[int, int], tuple[bytes, ...]] = {}
+        self.dissolved = False
 
     def channel(self, worker: int) -> HubChannel:
         """Return the channel of a worker."""

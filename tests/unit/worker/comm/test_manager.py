@@ -22,18 +22,19 @@ from torch import Tensor
 from onebox.errors import WireError
 from onebox.wire import TensorSpec, spec_of, to_frame
 from onebox.wire.protocol.groups import FormGroup, Reduced, Rendezvous
-from onebox.wire.protocol.responses import LOOKUP_KEYS, Contribution
+from onebox.wire.protocol.responses import LOOKUP_KEYS, Contribution, Left
 from onebox.worker.comm.api import RankLost, ReceivedTensor, RowRange, WorkerGroup
 from onebox.worker.comm.client import ChannelStore, ClientGroup
 from onebox.worker.comm.emulated_links import EmulatedLinks
 from onebox.worker.comm.manager import GroupManager, form_group
+from onebox.worker.comm.tcp import group as tcp_group
 from onebox.worker.comm.tcp.mesh import Mesh
 from onebox.worker.execution.collectives import PendingBucket
 from onebox.worker.progress import WorkerProgress
 from onebox.worker.system.network_interfaces import NoAddress
 from tests.kit.waiting import until
 from tests.unit.programs import HOST
-from tests.unit.ranks import Hub
+from tests.unit.ranks import Hub, HubChannel
 
 
 def run(
@@ -317,6 +318,50 @@ def test_what_was_sent_can_be_read_when_the_sender_has_left(way: str) -> None:
         return [float(finish().tensor.sum()) for finish in finishes]
 
     assert run(2, rank, way=way)[1] == [0.0, 9.0, 9e10]
+
+
+class Dissolving(HubChannel):
+    """The channel of a worker whose client tells that a group is dissolved as soon as one has left it."""
+
+    def send_to_client(self, message: Any, frames: Sequence[Any] = ()) -> None:
+        if isinstance(message, Left):
+            self.hub.dissolved = True
+        super().send_to_client(message, frames)
+
+    def await_ticket(self, ticket: int, timeout_s: float) -> tuple[Rendezvous | Reduced, Sequence[Any]]:
+        if self.hub.dissolved:
+            raise RankLost("another worker has left the group")
+        return super().await_ticket(ticket, timeout_s)
+
+
+def test_what_was_sent_comes_also_where_its_sender_had_to_connect_before_it_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tcp_group, "EAGER_RANKS", 1)
+    hub, connect = Hub(), Mesh.connect
+    left = threading.Event()
+
+    def late(mesh: Mesh, rank: int) -> Any:
+        time.sleep(1.0)  # long enough to be asked for meanwhile
+        return connect(mesh, rank)
+
+    monkeypatch.setattr(Mesh, "connect", late)
+
+    def one(number: int) -> float:
+        manager = GroupManager(Dissolving(hub, number), HOST, WorkerProgress())
+        manager.form(FormGroup(3, number, 2, "tls", "127.0.0.1", 20.0))
+        if number == 0:
+            manager.get(3).send(torch.full((2,), 5.0), 1, 0)
+            manager.leave(3)
+            left.set()
+            return 5.0
+        found = float(manager.get(3).receive(TensorSpec("float32", (2,)), 0, 0)().tensor[1])
+        assert left.wait(30)
+        manager.close()
+        return found
+
+    with ThreadPoolExecutor(2) as threads:
+        assert list(threads.map(one, range(2))) == [5.0, 5.0]
 
 
 @all_ways
