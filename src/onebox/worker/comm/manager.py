@@ -354,7 +354,7 @@ def _by_host(
 ) -> WorkerGroup:
     """Join a group through memory where it is shared, and sockets."""
     near = None if met is None else ShmGroup(form, met, accelerator, progress, emulated_links, copier, shared)
-    if near is not None and met is not None and len(met.memories) == form.size:
+    if near is not None and met is not None and met.whole:
         return near
     try:
         whole = by_sockets()

@@ -69,12 +69,14 @@ class ShmPeers:
         watches: Watches of the peers' processes.
         paged: Whether the driver of an accelerator has registered some of the memory by pages.
         apart: Ranks in the same place that do not share memory with it, with the reason.
+        whole: Whether all ranks of the group share memory with each other; all of them say the same.
     """
 
     memories: Mapping[int, SharedMemory]
     watches: Mapping[int, ProcessWatch]
     paged: bool = False
     apart: tuple[tuple[int, str], ...] = ()
+    whole: bool = False
 
     @property
     def emulated(self) -> bool:
@@ -171,8 +173,9 @@ def find_shm_peers(form: FormGroup, keys: KeyValueStore, *, paged: bool = False,
             for descriptor in came.values():
                 os.close(descriptor)
         keys.set(f"shares/{form.rank}", ",".join(map(str, memories)))
-        shares = keys.multi_get([f"shares/{rank}" for rank in near])
-        agreed = {rank for rank, shared in zip(near, shares, strict=True) if form.rank in _ranks(shared)}
+        told = keys.multi_get([f"shares/{rank}" for rank in near])
+        shares = {form.rank: set(memories), **{rank: _ranks(text) for rank, text in zip(near, told, strict=True)}}
+        agreed = {rank for rank in near if form.rank in shares[rank]}
     except BaseException:
         own.publish(LEFT, 1)
         raise
@@ -187,6 +190,7 @@ def find_shm_peers(form: FormGroup, keys: KeyValueStore, *, paged: bool = False,
             (rank, "it could not have this one's memory" if rank in memories else "its memory did not come")
             for rank in sorted(near.keys() - together)
         ),
+        [shares.get(rank) for rank in range(form.size)] == [set(range(form.size))] * form.size,
     )
 
 

@@ -104,6 +104,27 @@ def test_tensors_go_by_the_way_that_there_is(places: str, kinds: Sequence[type])
     assert run(places, rank) == kinds
 
 
+def test_ranks_two_of_which_do_not_share_memory_all_take_the_same_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    exchange = DescriptorExchange.exchange
+
+    def without(self: DescriptorExchange, *args: Any) -> dict[int, int]:
+        came = exchange(self, *args)
+        lost = {(0, 2): 2, (0, 1): 1}.get(tuple(sorted(came)))  # ranks 1 and 2 miss each other's
+        if lost is not None:
+            os.close(came.pop(lost))
+        return came
+
+    monkeypatch.setattr(DescriptorExchange, "exchange", without)
+
+    def rank(number: int, group: WorkerGroup) -> list[float]:
+        for peer, order, came in swap(group, number, 3):
+            assert torch.equal(came, part(peer, number, order))
+        assert isinstance(group, HybridGroup)
+        return group.reduce([torch.full((2,), float(number))])().tensor.tolist()
+
+    assert run("aaa", rank) == [[3.0, 3.0]] * 3
+
+
 def test_memory_is_shared_by_workers_of_one_owner_only() -> None:
     def rank(number: int, group: WorkerGroup) -> type:
         for peer, order, came in swap(group, number, 3):
