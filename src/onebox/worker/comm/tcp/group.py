@@ -107,7 +107,6 @@ class TcpGroup:
         self._adder: _Adder | None = None
         others = [rank for rank in range(form.size) if rank != form.rank]
         self._links = {rank: Link(rank, functools.partial(self._connect, rank)) for rank in others}
-        self._begun: dict[tuple[int, int], RowRange] = {}
         self._mesh = Mesh(
             form.rank,
             form.size,
