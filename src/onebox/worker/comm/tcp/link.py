@@ -18,8 +18,7 @@ from onebox.worker.comm.tcp.stream import StreamReader, StreamWriter
 from onebox.worker.system.cpu_affinity import use_all_cores
 
 _AT_ONCE_BYTES = 1 << 14
-"""Most bytes of a message that the working thread sends itself, over a connection on which nothing is on the way: so
-much is taken by the kernel without a wait."""
+"""Most bytes of a message that the working thread sends itself, where the kernel takes it without a wait."""
 
 _STACK = 1 << 19
 """Of a thread: a worker's memory is limited, and a large group has many of them."""
@@ -111,7 +110,7 @@ class Link:
                 or self._writing
                 or self._turn
                 or not self._window.open(header.channel, size_bytes)
-                or self._writer.meter.pending
+                or not self._writer.meter.takes
             ):
                 self._queue(header, body, tensor)
                 return

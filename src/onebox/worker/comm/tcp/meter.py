@@ -37,6 +37,9 @@ one connection fills, while windows grow."""
 JUDGED_TRIPS = 16
 """Round trips of busy time after which it is judged: longer than windows grow."""
 
+_FEW_PACKETS = 4
+"""Packets without an acknowledgement beside which there is room for a short message."""
+
 QUEUED = 2
 """Ratio of the recent round trip to the shortest one from which on at least half of what is on the way waits in queues:
 the link is full, and the window that it fits into holds nothing back."""
@@ -137,14 +140,14 @@ class LinkMeter:
             self._writing_ns[place] += time.thread_time_ns() - begin_ns
 
     @property
-    def pending(self) -> bool:
-        """True if the other end has not acknowledged all that was sent; not of connections that have ended."""
+    def takes(self) -> bool:
+        """True if the kernel takes a short message at once: little is on the way, whose acknowledgement may take its
+        time, and nothing waits to be sent."""
         try:
-            return any(
-                found.unacked or found.unsent_bytes for found in (_counters(each.raw) for each in self._connections)
-            )
+            found = _counters(self._connections[0].raw)
         except OSError:
             return False
+        return not found.unsent_bytes and found.unacked <= _FEW_PACKETS
 
     @property
     def acknowledged_bytes(self) -> int:
