@@ -20,12 +20,12 @@ from tests.other_system import SOURCE, SYSTEMS, absent, is_absent
 
 LINUX = (
     "onebox.agent",
+    "onebox.cluster.actor",
     "onebox.cli.commands.serve",
     "onebox.feed.pipeline.fork_server",
     "onebox.feed.pipeline.ipc",
     "onebox.forking",
     "onebox.pool.backends.local",
-    "onebox.pool.backends.ray.actor",
     "onebox.pool.launch.cpu_affinity",
     "onebox.pool.launch.fork_server",
     "onebox.pool.launch.stderr_tail",

@@ -13,8 +13,8 @@ import pytest
 import onebox
 from onebox import errors
 from onebox.cli.training import run_summary, training_loop
+from onebox.cluster.spec import parse_ray
 from onebox.plan.model.plan import Plan
-from onebox.pool.backends.ray.ray_spec import parse_ray
 from onebox.pool.discovery import requested_devices
 from onebox.pool.launch import fork_server
 from onebox.pool.spec import parse_spec

@@ -143,6 +143,7 @@ class Agent:
         read_log: Returns the last lines of the log, at most the given number.
         isolation: Users and cgroups of leases, closed with the agent; none of their own where ``None``.
         worker_ports: The TCP ports that workers bind, two or three each; empty for any free ones.
+        sharing_key: A secret that agents of one host have in common whose workers share memory; its own where ``None``.
 
     Raises:
         UsageError: It cannot, or must not, listen there.
@@ -174,6 +175,7 @@ class Agent:
         read_log: Callable[[int], Sequence[str]] = lambda lines: (),
         isolation: LeaseIsolation | None = None,
         worker_ports: range = range(0),
+        sharing_key: bytes | None = None,
     ) -> None:
         check_address(bind, port, advertise, has_clients)
         self._report = Reporter(tell)
@@ -197,6 +199,7 @@ class Agent:
             isolation=self._isolation,
             ports=worker_ports,
             accepts=self._accepts,
+            sharing_key=sharing_key,
         )
         try:
             self._door = ZapAuthenticator(self._context, name_of, self._report)

@@ -178,6 +178,7 @@ class Workers:
         isolation: Users and cgroups of leases; closed by the caller.
         ports: The TCP ports that workers bind, two or three each; empty for any free ones.
         accepts: Returns whether a client, named by its key, may still take leases.
+        sharing_key: A secret of the workers that share memory; its own where ``None``.
     """
 
     def __init__(
@@ -189,10 +190,11 @@ class Workers:
         isolation: LeaseIsolation,
         ports: range = range(0),
         accepts: Callable[[str], bool] = lambda client: True,
+        sharing_key: bytes | None = None,
     ) -> None:
         self._host = host
         self._bind = bind
-        self._sharing_key = secrets.token_bytes(SHARING_KEY_BYTES)
+        self._sharing_key = sharing_key or secrets.token_bytes(SHARING_KEY_BYTES)
         self._advertise = advertise
         self._isolation = isolation
         self._ports = ports

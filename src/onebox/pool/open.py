@@ -9,6 +9,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from importlib.metadata import entry_points
 from ipaddress import ip_address
 
 from onebox.errors import UsageError
@@ -140,13 +141,9 @@ def make_sources(
     found: list[WorkerSource] = []
     for part in parts:
         if isinstance(part, RayPart):
-            from onebox.pool.backends.ray.ray_source import (
-                RaySource,  # an optional extra, which takes a second to import
-            )
-
             if not budgets.alike:
                 raise UsageError(f"memory={memory!r}: devices of a Ray cluster have the same, such as memory='40GiB'")
-            found.append(RaySource(part.spec, threads=threads, memory_bytes=budgets.every or None))
+            found.append(_on_cluster(part, threads, budgets.every or None))
             continue
         limits = replace(part, threads=part.threads or threads, memory=part.memory or budgets)
         if isinstance(limits, AgentPart):
@@ -159,6 +156,13 @@ def make_sources(
             quotas = (limits.memory or budgets).of(len(requests), LOCAL_HOST if len(parts) > 1 else "the pool")
             found.append(LocalSource(requests, quotas=quotas, faults=faults, address=address))
     return found
+
+
+def _on_cluster(part: RayPart, threads: int | None, memory_bytes: int | None) -> WorkerSource:
+    """Return devices of a Ray cluster. They are agents' devices, of a package above this one, and found by name."""
+    [found] = entry_points(group="onebox.clusters", name="ray")
+    made: WorkerSource = found.load()(part.spec, threads=threads, memory_bytes=memory_bytes)
+    return made
 
 
 def _round_trip_s(pool: Pool) -> float:
