@@ -210,7 +210,7 @@ def _read(
     alone = types.FunctionType(function.__code__, {"__name__": __name__, "__builtins__": __builtins__})
     with (
         config.patch({**_SETTINGS, "ignore_logging_functions": _logging()}),
-        torch.compiler.config.patch(dynamic_sources=",".join(map(re.escape, counters))),
+        torch.compiler.config.patch(dynamic_sources=",".join(map(re.escape, counters))),  # type: ignore[attr-defined]
         get_metrics_context(),
         _quiet(),
         _contexts_ignored(),
@@ -279,7 +279,8 @@ def _effects(whole: Any, counters: frozenset[str]) -> Callable[..., object] | No
                 known[node] = node.target(*fx.node.map_arg(node.args, known.__getitem__))
         return fx.node.map_arg(nodes[-1].args[0], known.__getitem__)
 
-    return whole.forward_callable(compiled_fn=numbers)  # type: ignore[no-any-return]
+    done: Callable[..., object] = whole.forward_callable(compiled_fn=numbers)
+    return done
 
 
 def _sizes_served(sizes: Any) -> Callable[[int], bool]:
