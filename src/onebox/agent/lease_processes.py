@@ -293,17 +293,17 @@ class LeaseIsolation:
             UsageError: All users are taken.
             OSError: The system refuses to make a cgroup.
         """
-        taken: WorkerUser | None = None
-        if self._users is not None and account is None:
-            account = taken = self._users.take()
+        kept = account
+        if self._users is not None and kept is None:
+            account = self._users.take()
             if account is None:
                 raise UsageError(f"all user ids of leases are taken: {self._users.ids} (onebox serve --user-ids)")
         try:
             cgroup = None if self._cgroups is None else self._cgroups.make(lease, shares)
             return LeaseProcesses(account, cgroup, 0 if account is None else most_processes(shares))
         except OSError:
-            if self._users is not None and taken is not None:
-                self._users.give_back(taken)
+            if kept is None:
+                self.release(account)
             raise
 
     def release(self, account: WorkerUser | None) -> None:

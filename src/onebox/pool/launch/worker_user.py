@@ -32,14 +32,8 @@ _SUBORDINATE = re.compile(r"^([^:\n]*):(\d+):(\d+)", re.MULTILINE | re.ASCII)
 
 @dataclass(frozen=True)
 class WorkerUser:
-    """A user of this machine, who need not have an entry in its list of users.
-
-    Args:
-        user: User id.
-        group: Group id.
-        groups: Ids of all its groups, such as those that may use GPUs.
-        home: Home folder.
-    """
+    """A user of this machine, who need not be in its list of users: its id, those of its group and of all its
+    groups, and its home folder."""
 
     user: int
     group: int
@@ -60,18 +54,14 @@ class RunningProcess(NamedTuple):
 
 
 def running_process(process: int) -> RunningProcess | None:
-    """Return a process; ``None`` if it has ended, or the system does not show it.
-
-    Its user is not that of its folder in ``/proc``, which is root's where it has made itself undumpable.
-
-    Raises:
-        OSError: It cannot be looked at now, as without a free descriptor.
-    """
+    """Return a process; ``None`` if it has ended, or the system does not show it. An ``OSError`` where it cannot be
+    looked at now, as without a free descriptor."""
     try:
         with open(f"/proc/{process}/status", "rb", buffering=0) as status_file:
             lines = status_file.read(_STATUS_BYTES).splitlines()
     except (FileNotFoundError, ProcessLookupError, PermissionError):
         return None
+    # its folder's owner is not its user, but root where it has made itself undumpable
     status = dict(line.split(b":\t", 1) for line in lines if line.startswith((b"State:", b"PPid:", b"Uid:")))
     if len(status) < 3 or status[b"State"][:1] in b"ZX":
         return None
@@ -79,11 +69,7 @@ def running_process(process: int) -> RunningProcess | None:
 
 
 def running_processes() -> Iterator[RunningProcess]:
-    """Yield the processes of this machine, as far as the system shows them.
-
-    Raises:
-        OSError: One cannot be looked at now, as without a free descriptor.
-    """
+    """Yield the processes of this machine, as far as the system shows them. An ``OSError`` as for one."""
     for name in os.listdir("/proc"):
         found = running_process(int(name)) if name.isdecimal() else None
         if found is not None:
@@ -91,16 +77,8 @@ def running_processes() -> Iterator[RunningProcess]:
 
 
 class LeaseUsers:
-    """Users of an agent's leases: each lease has one of its own, so that its workers can do nothing to those of others.
-
-    Args:
-        ids: Their user ids, which are group ids, too.
-        groups: Further groups of each, such as those that may use GPUs.
-        home: Home folder of each.
-
-    Raises:
-        UsageError: The file of locks cannot be opened.
-    """
+    """Users of an agent's leases, which differ in user and group id: each lease has one of its own, so that its workers
+    can do nothing to those of others. A ``UsageError`` where the file of locks cannot be opened."""
 
     def __init__(self, ids: range, groups: tuple[int, ...] = (), home: str = _NO_HOME) -> None:
         self.ids = f"{ids.start}-{ids.stop - 1}"
@@ -147,14 +125,15 @@ def lease_users(name: str | None, ids: range, *, allow_root: bool) -> LeaseUsers
     """Return the users that the workers of an agent's leases are to run as; ``None`` for the agent's own user.
 
     Args:
-        name: User whose groups and home folder they have, such as groups that may use GPUs; ``None`` for no groups.
+        name: User whose groups, such as those that may use GPUs, and home folder they have; ``None`` for none.
         ids: Their ids.
         allow_root: Whether workers may run as root; where no user is named, they then do.
 
     Raises:
         UsageError: The user is root or cannot be had, an id is another user's, or the users cannot run a worker.
     """
-    groups, home = (), _NO_HOME
+    groups: tuple[int, ...] = ()
+    home = _NO_HOME
     if name is not None:
         try:
             entry = pwd.getpwnam(name)
