@@ -28,7 +28,7 @@ from typing import IO
 import psutil
 
 from onebox.agent.admission import Share
-from onebox.agent.cgroups import LeaseCgroup, LeaseCgroups
+from onebox.agent.cgroups import LeaseCgroup, LeaseCgroups, most_processes
 from onebox.errors import UsageError
 from onebox.forking import ForkServerEnded, SpawnFailed
 from onebox.pool.launch.fork_server import ForkedWorker, ForkServerProcess, ZygoteProcess, worker_environment
@@ -185,11 +185,13 @@ class LeaseProcesses:
     Args:
         account: User that they run as, which no other process has; the agent's own user where ``None``.
         cgroup: Their cgroup; ``None`` where there are none.
+        most: Most processes and threads of that user; 0 for no limit.
     """
 
-    def __init__(self, account: WorkerUser | None = None, cgroup: LeaseCgroup | None = None) -> None:
+    def __init__(self, account: WorkerUser | None = None, cgroup: LeaseCgroup | None = None, most: int = 0) -> None:
         self.account = account
         self.cgroup = cgroup
+        self.most = most
 
     def add(self, process: int, descriptor: int) -> None:
         """Add a process that the agent has started, which has not read a message of a client yet; see
@@ -291,20 +293,21 @@ class LeaseIsolation:
             UsageError: All users are taken.
             OSError: The system refuses to make a cgroup.
         """
-        taken: WorkerUser | None = None
-        if self._users is not None and account is None:
-            account = taken = self._users.take()
+        kept = account
+        if self._users is not None and kept is None:
+            account = self._users.take()
             if account is None:
                 raise UsageError(f"all user ids of leases are taken: {self._users.ids} (onebox serve --user-ids)")
         try:
-            return LeaseProcesses(account, None if self._cgroups is None else self._cgroups.make(lease, shares))
+            cgroup = None if self._cgroups is None else self._cgroups.make(lease, shares)
+            return LeaseProcesses(account, cgroup, 0 if account is None else most_processes(shares))
         except OSError:
-            if self._users is not None and taken is not None:
-                self._users.give_back(taken)
+            if kept is None:
+                self.release(account)
             raise
 
     def release(self, account: WorkerUser | None) -> None:
-        """Take back a user whose processes have ended."""
+        """Take back a user, which no other lease gets while a process has it."""
         if self._users is not None and account is not None:
             self._users.give_back(account)
 
@@ -363,7 +366,6 @@ class KeptForkServers:
         self._accepts = accepts
         self._available_bytes = available_bytes
         self._kept: list[_Kept] = []  # the one that was kept first comes first
-        self._leaving: list[WorkerUser] = []  # users of which processes may be left
         self._ended: list[tuple[str, int, str]] = []
         self._check_s = 0.0
 
@@ -428,9 +430,8 @@ class KeptForkServers:
                 self._end(each, f"kept for {KEPT_S:.0f} s")
             elif each.fork_server.channel in ready:
                 self._end(each, "it has ended")
-        if (self._kept or self._leaving) and now_s >= self._check_s:
+        if self._kept and now_s >= self._check_s:
             self._check_s = now_s + _CHECK_S
-            self._release_users()
             short = self._available_bytes() < SPARE_BYTES
             for each in list(self._kept):
                 if short or not self._accepts(each.client):
@@ -442,30 +443,17 @@ class KeptForkServers:
             pass
 
     def end(self, fork_server: LeaseForkServer) -> None:
-        """End a fork server without workers, and release its user once no other process has it."""
+        """End a fork server without workers, and give back its user."""
         with contextlib.suppress(OSError):
             LeaseProcesses(fork_server.account).kill(fork_server)
         with contextlib.suppress(OSError):  # its end cannot be waited for: it loses its agent and ends by itself
             fork_server.close()
-        self.release(fork_server.account)
-
-    def release(self, account: WorkerUser | None) -> None:
-        """Release a user once no process has it, which may be now."""
-        if account is not None:
-            self._leaving.append(account)
-            self._release_users()
+        self._isolation.release(fork_server.account)
 
     def _end(self, kept: _Kept, why: str) -> None:
         self._kept.remove(kept)
         self._ended.append((kept.client, kept.process, why))
         self.end(kept.fork_server)
-
-    def _release_users(self) -> None:
-        for account in list(self._leaving):
-            with contextlib.suppress(OSError):
-                if not LeaseProcesses(account).others(None):
-                    self._leaving.remove(account)
-                    self._isolation.release(account)
 
 
 def _is_alone(fork_server: LeaseForkServer) -> bool:

@@ -404,7 +404,7 @@ class Workers:
             return []
         else:
             crew.fork_server.close()
-            self._kept.release(crew.processes.account)
+            self._isolation.release(crew.processes.account)
         self._core_allocator.give_back([core for own in crew.cores for core in own])
         del self._crews[crew.lease]
         return [LeaseClosed(crew.lease, tuple(left), kept)]
@@ -445,6 +445,7 @@ class Workers:
                 cores=crew.cores[len(crew.workers)],
                 advertise=self._advertise,
                 sharing_key=self._sharing_key_of(crew.client_key),
+                most_processes=crew.processes.most,
             )
             place = WorkerLocation(worker=len(crew.workers), host=self._host, device=share.device)
             try:

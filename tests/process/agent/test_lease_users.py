@@ -127,6 +127,8 @@ def test_workers_of_a_lease_have_one_user_and_work(agent: tuple[str, Path, Path]
                 assert status(process)["Seccomp_filters"] == "2"
             limits = Path(f"/proc/{process}/limits").read_text().splitlines()
             assert "unlimited" not in next(line for line in limits if line.startswith("Max data size")), "its quota"
+            most = next(line for line in limits if line.startswith("Max processes"))
+            assert most.split()[2:4] == ["4112", "4112"], "of both workers together"
         events = [json.loads(line) for line in journal.read_text().splitlines()]
         begin = next(event for event in events if event["event"] == "started")
         assert begin["users"] == "one for each lease: 60820-60823"

@@ -497,24 +497,18 @@ def test_a_failure_that_is_over_is_told_of_after_the_events_of_others(
     assert workers.attend(set(), 1.0) == []
 
 
-def test_the_user_of_processes_that_do_not_end_in_time_is_free_when_they_have(
-    fakes: list[Fake], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    account, left = WorkerUser(12345, 12345), [77]
+def test_a_lease_whose_processes_do_not_end_in_time_is_over(fakes: list[Fake], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its user is given back, to be taken once no process has it."""
+    account = WorkerUser(12345, 12345)
     released: list[WorkerUser] = []
     monkeypatch.setattr(LeaseIsolation, "isolate", lambda self, lease, shares, kept: LeaseProcesses(account))
     monkeypatch.setattr(LeaseIsolation, "release", lambda self, user: released.append(user))
-    monkeypatch.setattr(LeaseProcesses, "kill", lambda self, fork_server: list(left))
-    monkeypatch.setattr(LeaseProcesses, "others", lambda self, fork_server: list(left))
+    monkeypatch.setattr(LeaseProcesses, "kill", lambda self, fork_server: [77])
     workers = started(1)
     workers.end(1, 0.0, 1.0)
     assert workers.attend({fakes[0].descriptor}, 1.0) == [] == workers.attend(set(), 1.0)
-    assert workers.attend(set(), 1.0 + LEAVE_S) == [LeaseClosed(1, (77,))] and not released
-    workers.attend(set(), 3.0 + LEAVE_S)
     assert not released
-    left.clear()
-    workers.attend(set(), 5.0 + LEAVE_S)
-    assert released == [account]
+    assert workers.attend(set(), 1.0 + LEAVE_S) == [LeaseClosed(1, (77,))] and released == [account]
 
 
 def test_closing_ends_all(fakes: list[Fake]) -> None:

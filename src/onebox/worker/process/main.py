@@ -430,7 +430,13 @@ def main(owner: int = 0, watched: Sequence[int] = ()) -> None:
         raise SystemExit(f"process {config.owner}, which started this worker, has ended")
     # Before there are other threads, which it would not affect.
     memory_bytes = 0 if config.device == "sim" else config.quota_bytes
-    done = confine(config.device, config.address, memory_bytes=memory_bytes, threads=config.threads)
+    done = confine(
+        config.device,
+        config.address,
+        memory_bytes=memory_bytes,
+        threads=config.threads,
+        most_processes=config.most_processes,
+    )
     ignore_warnings()
     server = WorkerServer(config, owner_descriptors)
     for failure in failures(done | confine_sockets(config.device)):
