@@ -262,7 +262,7 @@ class _Guard:
                 rule(found)
         except WireError as error:
             raise WireError(f"{self._operator}: {error}") from None
-        except (KeyError, IndexError, TypeError, AttributeError) as error:
+        except (KeyError, IndexError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
             raise WireError(f"{self._operator}: an argument is missing or of another kind: {error}") from error
 
     def _require_apart(self, found: Arguments) -> None:

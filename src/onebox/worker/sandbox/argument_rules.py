@@ -23,7 +23,7 @@ from torch._ops import OpOverload
 
 from onebox.errors import WireError
 from onebox.worker.sandbox.rule_functions import FUNCTIONS
-from onebox.worker.sandbox.rule_language import Row, compile_row
+from onebox.worker.sandbox.rule_language import Row
 
 _INTEGERS = "int64|int32"
 _FLAT_INTEGERS = f"{_INTEGERS}, contiguous"
@@ -70,11 +70,24 @@ _MARGIN_BACK = (
     "target: int64; len(self) <= 2; prod(grad_output) > 0 or prod(self) == 0; "
     "len(grad_output) == 0 or grad_output[:] == [prod(self[:-1])] if reduction == 0"
 )
+_QUERIES = (
+    "query: 4d; key value: 4d, like query; key[0] == query[0]; key[:3] == value[:3]; key[3] == query[3]; "
+    "not cpu(query) or min(query[:3]) > 0 and prod(key) > 0"
+)
+_FLASH = f"{_QUERIES}; value[3] == query[3]; query key value: adjacent; key[1] > 0; query[1] % key[1] == 0"
+_PAIRS = "query[:3] + [key[2]]"
+_OUT = "query[:3] + [value[3]]"
 _ENCODER = (
     "{1} > 0; embed_dim > 0; embed_dim % {1} == 0; {0}: 3d; {0}[2] == embed_dim; "
     "mask? ~ [{0}[1], {0}[1]] if mask_type == 0; mask? ~ {0}[:2] if mask_type == 1; "
     "mask? ~ [{0}[0], {1}, {0}[1], {0}[1]] if mask_type not in (0, 1)"
 )
+
+
+def _under_fused(row: str) -> str:
+    """Return a row that holds where the operators of attention choose a fused kernel: plain ones check themselves."""
+    return "; ".join(f"{clause} if fused(query, key, value, mask)" for clause in row.split("; "))
+
 
 ROWS: Mapping[str, str] = {
     # pooling and padding
@@ -150,7 +163,7 @@ ROWS: Mapping[str, str] = {
         f"log_probs: 3d; log_probs[1] > 0; targets: {_INTEGERS}; len(targets) in (1, 2); 0 <= blank < log_probs[2]; "
         "targets[0] == log_probs[1] if len(targets) == 2; log_alpha: 3d; log_alpha[0] == log_probs[1]; "
         "log_alpha[1] == log_probs[0]; grad neg_log_likelihood ~ [log_probs[1]]; "
-        "type(grad) == type(neg_log_likelihood) == type(log_alpha) == type(log_probs); @ctc; @ctc_elements"
+        "grad neg_log_likelihood log_alpha: like log_probs; @ctc; @ctc_elements"
     ),
     # norms
     "native_batch_norm": (
@@ -199,10 +212,31 @@ ROWS: Mapping[str, str] = {
         "cx: 2d; cy ~ cx; grad_hy? grad_cy? ~ cx; prod(workspace) == 4 * prod(cx); workspace: 2d"
     ),
     "_thnn_fused_gru_cell_backward": "grad_hy: 2d; workspace ~ [grad_hy[0], 5 * grad_hy[1]]",
-    "attention attention_backward _scaled_dot_product_flash_attention_for_cpu "
-    "_scaled_dot_product_flash_attention_for_cpu_backward _scaled_dot_product_flash_attention "
-    "_scaled_dot_product_flash_attention_backward _scaled_dot_product_efficient_attention "
-    "_scaled_dot_product_efficient_attention_backward": "@attention",
+    "attention": _under_fused(f"{_QUERIES}; key[1] == query[1]; mask? <~ {_PAIRS}"),
+    "attention_backward": _under_fused(
+        f"{_QUERIES}; key[1] == query[1]; mask? <~ {_PAIRS}; out gradient: like query, ~ {_OUT}; logsumexp ~ query[:3]"
+    ),
+    "_scaled_dot_product_flash_attention_for_cpu": (
+        f"{_FLASH}; key[1] == query[1] or shares_heads(); attn_mask? <~ {_PAIRS}"
+    ),
+    "_scaled_dot_product_flash_attention_for_cpu_backward": (
+        f"{_FLASH}; key[1] == query[1] or shares_heads(); attn_mask? <~ {_PAIRS}; "
+        f"out: adjacent; out grad_out: like query, ~ {_OUT}; logsumexp ~ query[:3]"
+    ),
+    "_scaled_dot_product_flash_attention": _FLASH,
+    "_scaled_dot_product_flash_attention_backward": (
+        f"{_FLASH}; out: adjacent; out grad_out: like query, ~ {_OUT}; logsumexp ~ query[:3]; "
+        "prod(cum_seq_q) == 0 if given(cum_seq_q); prod(cum_seq_k) == 0 if given(cum_seq_k); "
+        "prod(philox_seed) >= 2 or dropout_p == 0"
+    ),
+    "_scaled_dot_product_efficient_attention": (
+        f"{_QUERIES}; key[1] == query[1]; query key value: adjacent; attn_bias? <~ {_PAIRS}"
+    ),
+    "_scaled_dot_product_efficient_attention_backward": (  # rows of logsumexp are padded
+        f"{_QUERIES}; key[1] == query[1]; query key value out: adjacent; attn_bias? <~ {_PAIRS}; "
+        f"out grad_out_: like query, ~ {_OUT}; logsumexp: 3d; logsumexp[:2] == query[:2]; logsumexp[2] >= query[2]; "
+        "prod(philox_seed) >= 1 or dropout_p == 0"
+    ),
     "_native_multi_head_attention": _ENCODER.format("query", "num_head"),
     "_transformer_encoder_layer_fwd": _ENCODER.format("src", "num_heads"),
     "_softmax_backward_data _log_softmax_backward_data": "output ~ grad_output",
@@ -217,17 +251,27 @@ ROWS: Mapping[str, str] = {
     "_upsample_nearest_exact1d_backward _upsample_nearest_exact2d_backward _upsample_nearest_exact3d_backward": (
         "@scales"
     ),
-    "upsample_linear1d upsample_bilinear2d upsample_trilinear3d upsample_bicubic2d _upsample_bilinear2d_aa "
-    "_upsample_bicubic2d_aa _upsample_lanczos2d_aa upsample_linear1d_backward upsample_bilinear2d_backward "
+    "upsample_linear1d upsample_trilinear3d upsample_linear1d_backward upsample_bilinear2d_backward "
     "upsample_trilinear3d_backward upsample_bicubic2d_backward _upsample_bilinear2d_aa_backward "
-    "_upsample_bicubic2d_aa_backward _upsample_lanczos2d_aa_backward": "@scales; @narrow",
+    "_upsample_bicubic2d_aa_backward _upsample_lanczos2d_aa_backward": "@scales",
+    "upsample_bilinear2d upsample_bicubic2d _upsample_bilinear2d_aa _upsample_bicubic2d_aa _upsample_lanczos2d_aa": (
+        "@scales; "  # in images one pixel wide a kernel for bytes steps by the last stride
+        "stride(self, 2) == stride(self, 3) "
+        "if given(self) and type(self) == uint8 and len(self) == 4 and self[3] == 1 and self[2] > 1"
+    ),
     "grid_sampler_2d grid_sampler_3d": _GRID,
     "grid_sampler_3d_backward": _GRID_BACK,
     "grid_sampler_2d_backward": (  # the kernel of CPUs takes no number, or one beyond its type, for an index
         f"{_GRID_BACK}; grid in -1e30 .. 1e30 if cpu(grid) and interpolation_mode == 0 and padding_mode != 0"
     ),
     "convolution_backward": "@convolution_backward",
-    "unfold_backward": "@unfold_backward",
+    "unfold_backward": (
+        "prod(grad_in) == 1 if len(input_sizes) == 0; "
+        "-len(input_sizes) <= dim < len(input_sizes) if len(input_sizes) > 0; "
+        "step > 0 and 0 <= size <= input_sizes[dim] if len(input_sizes) > 0; "
+        "grad_in ~ input_sizes[:dim % len(input_sizes)] + [(input_sizes[dim] - size) // step + 1] "
+        "+ input_sizes[dim % len(input_sizes) + 1:] + [size] if len(input_sizes) > 0"
+    ),
     "native_channel_shuffle": "len(self) > 2; groups > 0; self[1] % groups == 0",
     # gradients and distributions of single elements
     "gelu_backward": "grad_output ~ self",
@@ -280,9 +324,11 @@ ROWS: Mapping[str, str] = {
     "repeat_interleave": "repeats in 0 .. 2**62 // max(1, prod(repeats))",
     "_foreach_copy": "len(src) == len(self)",
     "median nanmedian": "stride(self, dim) > 0 if given(dim) and len(self) > 0 and self[dim] > 1",
-    "histc": "@bins; @bins_elements",
-    "histogram": "@bins; @bins_elements; weight? ~ self",
-    "_histogramdd_from_bin_cts _histogramdd_from_bin_tensors": "@bins; @bins_elements; weight? ~ self[:-1]",
+    "histc": "0 < bins < 2**31; @bins_of_range",
+    "histogram.bin_ct histogram.bin_ct_out": "0 < bins < 2**31; weight? ~ self; @bins_of_range",
+    "histogram.bins_tensor histogram.bins_tensor_out": "bins: 1d, like self; prod(bins) > 1; weight? ~ self",
+    "_histogramdd_from_bin_cts": "0 < bins < 2**31; weight? ~ self[:-1]; @bins_of_range",
+    "_histogramdd_from_bin_tensors": "bins: 1d, like self; smallest(bins) > 1; weight? ~ self[:-1]",
     "_index_put_impl _index_put_impl_": "len(indices) <= len(self); @unsafe_indices",
     "_unsafe_masked_index _unsafe_masked_index_put_accumulate": "len(indices) <= len(self)",
     "_fused_adam_ _fused_adamw_ _fused_sgd_ _fused_adagrad_": "@fused_optimizer",
@@ -334,7 +380,7 @@ def rules_of(operator: OpOverload) -> Row | None:
     """
     row = next((_rows()[name] for name in _names(operator) if name in _rows()), None)
     if row is not None:
-        return compile_row(row, FUNCTIONS)
+        return Row(row, FUNCTIONS)
     if kind_of(operator) is None:
         raise WireError(
             f"{operator} has no rules of arguments and is of no kind that needs none; allowed: operators that have a "

@@ -6,13 +6,11 @@ A row names one as ``@function``. Each has the arguments of a call by name, and 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from onebox.wire.attention import fits_fused
 from onebox.wire.tensors import is_dense
 from onebox.worker.sandbox.rule_language import (
     Arguments,
@@ -125,7 +123,7 @@ def recurrent(a: Arguments) -> None:
         )
     hidden, put_out = last.shape[2], states[0].shape[2]
     projected = kind == "lstm" and put_out != hidden
-    expected = [(_GATES[kind] * hidden, x.shape[2]), (_GATES[kind] * hidden, put_out)]
+    expected: list[tuple[int, ...]] = [(_GATES[kind] * hidden, x.shape[2]), (_GATES[kind] * hidden, put_out)]
     expected += [(_GATES[kind] * hidden,)] * 2 if biases else []
     expected += [(put_out, hidden)] if projected else []
     require(len(weights) == len(expected) * ways, f"{len(weights)} weights", str(len(expected) * ways))
@@ -142,84 +140,6 @@ def recurrent(a: Arguments) -> None:
         for gradient, shape in zip(gradients, shapes, strict=True):
             if gradient is not None:
                 require_shape(gradient, "a gradient", shape)
-
-
-# ---- attention
-
-
-@_rule()
-def attention(a: Arguments) -> None:
-    """Check queries, keys and values, the mask, and in backward the results of forward."""
-    query, key, value = a["query"], a["key"], a["value"]
-    mask = a.get("attn_mask", a.get("mask", a.get("attn_bias")))
-    own = a["operator"] in ("attention", "attention_backward")
-    if own and not fits_fused(query, key, value, mask):
-        return  # plain operators, which check their arguments
-    batch, heads, rows = _heads(a["operator"], query, key, value)
-    for name in () if own else ("query", "key", "value", "out"):
-        if name in a and a[name].numel():
-            require(
-                a[name].stride(-1) == 1 or a[name].shape[-1] == 1,
-                f"{name} has strides {list(a[name].stride())}",
-                "features side by side",
-            )
-    if mask is not None:
-        wanted = (batch, heads, rows, key.shape[2])
-        require(
-            mask.dim() <= 4 and all(m in (1, w) for m, w in zip(reversed(mask.shape), reversed(wanted), strict=False)),
-            f"a mask of {list(mask.shape)}",
-            f"{list(wanted)}, or 1 in place of a size",
-        )
-    if "logsumexp" not in a:
-        return
-    gradient = a.get("gradient", a.get("grad_out", a.get("grad_out_")))
-    assert gradient is not None
-    for name, tensor in (("out", a["out"]), ("the gradient", gradient)):
-        require_shape(tensor, name, (batch, heads, rows, value.shape[3]))
-        require(tensor.dtype is query.dtype, f"{name} is {tensor.dtype}", str(query.dtype))
-    found = a["logsumexp"]
-    padded = "efficient" in a["operator"] and found.dim() == 3 and found.shape[2] >= rows
-    require_shape(found, "logsumexp", (batch, heads, found.shape[2] if padded else rows))
-    for name in ("cum_seq_q", "cum_seq_k"):
-        require(a.get(name) is None or not a[name].numel(), f"{name}, for sequences of several lengths", "None")
-    if "philox_seed" in a:
-        least = 2 if "flash" in a["operator"] else 1
-        require(a["philox_seed"].numel() >= least or not a["dropout_p"], "a short random state", "that of forward")
-
-
-@functools.cache
-def _groups_heads() -> bool:
-    """Return whether the kernel of attention on CPUs, which differs by release, shares keys among heads of queries."""
-    query, both = torch.ones(1, 2, 1, 8), torch.arange(16.0).reshape(1, 2, 1, 8)
-    one = both[:, :1]  # a kernel that does not share them reads the other, within this memory
-    try:
-        out = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(query, one, one)[0]
-    except RuntimeError:
-        return False
-    return torch.equal(out[0, 1, 0], one[0, 0, 0])
-
-
-def _heads(operator: str, query: Tensor, key: Tensor, value: Tensor) -> tuple[int, int, int]:
-    """Check the sizes and types of queries, keys and values; return batch, heads and rows."""
-    require(query.dim() == 4, f"query of {query.dim()} dimensions", "4")
-    batch, heads, rows, features = query.shape
-    grouped = "flash" in operator and ("cpu" not in operator or _groups_heads())
-    for name, tensor in (("key", key), ("value", value)):
-        fits = tensor.dim() == 4 and tensor.shape[0] == batch and tensor.dtype is query.dtype
-        require(
-            fits and (tensor.shape[1] == heads or (grouped and tensor.shape[1] > 0 and heads % tensor.shape[1] == 0)),
-            f"{name} is {tensor.dtype} {list(tensor.shape)}",
-            f"4 dimensions, with type, samples and heads of query, {query.dtype} {list(query.shape)}",
-        )
-    if query.device.type == "cpu":
-        require(0 not in query.shape[:3], f"query is {list(query.shape)}", "at least one")
-        require(key.numel() > 0, f"key is {list(key.shape)}", "at least one")
-    require(key.shape[1:3] == value.shape[1:3], f"{list(key.shape)} keys, {list(value.shape)} values", "as many")
-    require(key.shape[3] == features, f"keys of {key.shape[3]} features", str(features))
-    require(
-        "flash" not in operator or value.shape[3] == features, f"values of {value.shape[3]} features", str(features)
-    )
-    return batch, heads, rows
 
 
 # ---- windows and places
@@ -246,15 +166,6 @@ def scales(a: Arguments) -> None:
         scale = a[name]
         if scale is not None and scale > 0:  # others stand for the quotient of the sizes
             require(size / scale < farthest, f"{name} is {scale} for {size}", f"from {size / farthest:.2g}")
-
-
-@_rule()
-def narrow(a: Arguments) -> None:
-    """Check strides of images one pixel wide: for bytes a kernel steps by the last one."""
-    image = a.get("self")
-    if image is not None and image.dtype == torch.uint8 and image.dim() == 4 and image.shape[3] == 1 < image.shape[2]:
-        rows, columns = image.stride()[2:]
-        require(rows == columns, f"a stride of {columns} between columns, {rows} between rows", "the same")
 
 
 @_rule()
@@ -294,20 +205,6 @@ def convolution_backward(a: Arguments) -> None:
     require_shape(gradient, "the gradient", (x.shape[0], *sizes))
     if a["bias_sizes"] is not None and a["output_mask"][2]:
         require(list(a["bias_sizes"]) == [made], f"a bias of {list(a['bias_sizes'])}", str([made]))
-
-
-@_rule()
-def unfold_backward(a: Arguments) -> None:
-    """Check that a gradient has the shape of the windows."""
-    gradient, sizes, size, step = a["grad_in"], list(a["input_sizes"]), a["size"], a["step"]
-    if not sizes:
-        require(gradient.numel() == 1, f"a gradient of {list(gradient.shape)}", "one number")
-        return
-    require(-len(sizes) <= a["dim"] < len(sizes), f"dim is {a['dim']}", f"a dimension of {sizes}")
-    dim = a["dim"] % len(sizes)
-    require(step > 0 and 0 <= size <= sizes[dim], f"size {size} and step {step}", f"0 to {sizes[dim]}, and from 1")
-    expected = [*sizes[:dim], (sizes[dim] - size) // step + 1, *sizes[dim + 1 :], size]
-    require_shape(gradient, "the gradient", expected)
 
 
 def _strides(a: Arguments) -> None:
@@ -350,43 +247,21 @@ def unsafe_indices(a: Arguments) -> None:
 # ---- histograms
 
 
-def _counts(a: Arguments) -> Sequence[Tensor | int]:
-    return a["bins"] if isinstance(a["bins"], list | tuple) else [a["bins"]]
-
-
-@_rule()
-def bins(a: Arguments) -> None:
-    """Check counts of bins, or their edges."""
-    x = a["self"]
-    for count in _counts(a):
-        if isinstance(count, Tensor):
-            require(
-                count.dim() == 1 and count.numel() > 1 and count.dtype is x.dtype,
-                f"edges of {count.dtype} {list(count.shape)}",
-                f"a row of {x.dtype}, at least two",
-            )
-        else:
-            require(0 < count < 1 << 31, f"{count} bins", "from 1")
-
-
 @_rule(elements=True)
-def bins_elements(a: Arguments) -> None:
+def bins_of_range(a: Arguments) -> None:
     """Check that the bins of a range can be numbered."""
-    x, counts = a["self"], _counts(a)
+    x = a["self"]
     if x.device.type == "meta" or not x.numel():
-        return
-    if any(isinstance(count, Tensor) for count in counts):  # an element between the outer edges is always in a bin
         return
     given = list(a["range"] or ()) if "range" in a else [float(a["min"]), float(a["max"])]
     if not given or ("min" in a and given[0] == given[1]):
         lowest, highest = (found.double() for found in torch.aminmax(x))
     else:
         lowest, highest = (torch.tensor(found, dtype=torch.float64) for found in (min(given), max(given)))
-    reach = (highest - lowest) * max(counts)
+    most = max(a["bins"]) if isinstance(a["bins"], list | tuple) else a["bins"]
     if x.dtype.is_floating_point:
-        require_all(
-            reach.abs() < torch.finfo(x.dtype).max, lambda: "a range whose bins cannot be numbered", "a finite one"
-        )
+        fits = ((highest - lowest) * most).abs() < torch.finfo(x.dtype).max
+        require_all(fits, lambda: "a range whose bins cannot be numbered", "a finite one")
 
 
 # ---- numbers that end a kernel, or that it never ends with

@@ -2,12 +2,14 @@
 
 A row is a list of clauses with ``;`` between them, each of one of these forms. ``if CONDITION`` may end any of them.
 
-``name name: property, property`` -- what holds of tensors, by these properties:
+``name name: property, property`` -- what holds of tensors, or of each of a list of them, by these properties:
 
 ====================  ==================================================================================
 ``int64|int32``       the element type is one of these; ``floating``: any of floating-point numbers
+``like x``            the element type is that of the tensor x
 ``2d``                the count of dimensions
-``contiguous``        the elements lie one after the other; ``dense``: in any order, without gaps
+``contiguous``        the elements lie one after the other; ``dense``: in any order, without gaps;
+                      ``adjacent``: those of the last dimension do
 ``~ x``               the shape is that of the tensor x, or a list of sizes: ``weight ~ [input[1]]``
 ``<~ x``              the shape expands to that one
 ``in a .. b``         each element is from a to below b; with ``or c``, or is c
@@ -29,6 +31,7 @@ operator's arguments and of element types, ``d``, the dimensions in the operator
 from __future__ import annotations
 
 import ast
+import functools
 import math
 import operator
 import re
@@ -39,6 +42,7 @@ import torch
 from torch import Tensor
 
 from onebox.errors import WireError
+from onebox.wire.attention import fits_fused
 from onebox.wire.tensors import is_dense
 
 Arguments = Mapping[str, Any]
@@ -95,16 +99,14 @@ def require_within(index: Tensor, name: str, start: float, stop: float, ignored:
     if not index.numel() or index.device.type == "meta":
         return
     integral = not index.is_floating_point()
-    allowed = f"{start} to {stop - 1}" if integral else f"{start:g} to {stop:g}, {stop:g} excluded"
-    allowed += "" if ignored is None else f", or {ignored}"
     if integral and index.device.type == "cpu":
-        lowest, highest = (int(found) for found in torch.aminmax(index))
-        if start <= lowest and highest < stop:
+        lowest, highest = torch.aminmax(index)
+        if start <= int(lowest) and int(highest) < stop:
             return
-        if ignored is None:
-            raise WireError(f"{name} has elements from {lowest} to {highest}; allowed: {allowed}")
+    allowed = f"{start} to {stop - 1}" if integral else f"{start:g} to {stop:g}, {stop:g} excluded"
     inside = (index >= start) & (index < stop)
     if ignored is not None:
+        allowed += f", or {ignored}"
         inside |= index == ignored
     require_all(inside, lambda: f"{name} has elements from {index.min().item()} to {index.max().item()}", allowed)
 
@@ -127,8 +129,11 @@ def describe(name: str, value: Any) -> str:
 # ---- expressions
 
 
+_LISTS = (list, tuple)
+
+
 def _items(value: Any) -> Sequence[Any]:
-    return value.shape if isinstance(value, Tensor) else value
+    return value if isinstance(value, _LISTS) else value.shape
 
 
 def _element_type(value: Any) -> torch.dtype:
@@ -148,6 +153,17 @@ def _visits(sizes: Sequence[int]) -> int:
     return math.prod(max(size, 1) for size in sizes)
 
 
+@functools.cache
+def _shares_heads() -> bool:
+    query, both = torch.ones(1, 2, 1, 8), torch.arange(16.0).reshape(1, 2, 1, 8)
+    one = both[:, :1]  # a kernel that does not share them reads the other, within this memory
+    try:
+        out = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(query, one, one)[0]
+    except RuntimeError:
+        return False
+    return torch.equal(out[0, 1, 0], one[0, 0, 0])
+
+
 FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "abs": abs,
     "max": max,
@@ -160,13 +176,17 @@ FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "stride": lambda x, dim: x.stride(dim),
     "cpu": lambda x: x.device.type == "cpu",
     "type": _element_type,
+    "width": lambda x: x.itemsize,
+    "smallest": lambda x: min((tensor.numel() for tensor in x), default=0),
+    "fused": fits_fused,  # as the operators onebox::attention choose
+    "shares_heads": _shares_heads,  # whether attention on CPUs, which differs by release, shares keys among heads
     "floating": lambda x: _element_type(x).is_floating_point,
     "complex": lambda x: any(one.dtype.is_complex for one in ([x] if isinstance(x, Tensor) else x)),
     "given": lambda x: x is not None,  # x may be an argument that this overload does not have
 }
 
 _BINARY: Mapping[type, Callable[[Any, Any], Any]] = {
-    ast.Add: lambda x, y: (*x, *y) if isinstance(x, list | tuple) else x + y,
+    ast.Add: lambda x, y: (*x, *y) if isinstance(x, _LISTS) else x + y,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
     ast.Div: operator.truediv,
@@ -177,14 +197,14 @@ _BINARY: Mapping[type, Callable[[Any, Any], Any]] = {
 
 
 def _equal(x: Any, y: Any) -> bool:
-    return bool(x == y) or (isinstance(x, list | tuple) and isinstance(y, list | tuple) and tuple(x) == tuple(y))
+    return bool(x == y) or (isinstance(x, _LISTS) and isinstance(y, _LISTS) and tuple(x) == tuple(y))
 
 
 def _ordered(compare: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bool]:
     def holds(x: Any, y: Any) -> bool:
-        if isinstance(x, list | tuple):
+        if isinstance(x, _LISTS):
             return all(compare(item, y) for item in x)
-        return all(compare(x, item) for item in y) if isinstance(y, list | tuple) else compare(x, y)
+        return all(compare(x, item) for item in y) if isinstance(y, _LISTS) else compare(x, y)
 
     return holds
 
@@ -283,55 +303,89 @@ def _operation(tree: ast.expr) -> Value:
 Property = Callable[[Arguments, Tensor, str], None]
 """A check of one tensor, with its name."""
 
-_TENSORS = re.compile(r"([a-z_]\w*\??(?: [a-z_]\w*\??)*)(?:: (.*)| ((?:<?~|in) .*))", re.I)
-_NEXT = re.compile(r", (?=<?~ |in |not |\dd\b|contiguous|dense|floating|u?int\d)")
+_TENSORS = re.compile(r"([a-z_]\w*\??(?: [a-z_]\w*\??)*)(?:: (.*)| ((?:<?~|in .* \.\.) .*))", re.I)
+_NEXT = re.compile(r", (?=<?~ |in |like |not |\dd\b|contiguous|dense|adjacent|floating|u?int\d)")
+_D = re.compile(r"\bd\b")
 _RANGE = re.compile(r"in (.*?) \.\. (.*?)(?: or (.*))?")
 
+_WORDS: Mapping[str, tuple[Callable[[Tensor], bool], str]] = {
+    "contiguous": (Tensor.is_contiguous, "a contiguous tensor"),
+    "dense": (is_dense, "a dense tensor"),
+    "adjacent": (
+        lambda x: not x.numel() or x.stride(-1) == 1 or x.shape[-1] == 1,
+        "elements of the last dimension side by side",
+    ),
+    "floating": (Tensor.is_floating_point, "floating-point numbers"),
+    "1d": (lambda x: x.dim() == 1, "1 dimension"),
+    "2d": (lambda x: x.dim() == 2, "2 dimensions"),
+    "3d": (lambda x: x.dim() == 3, "3 dimensions"),
+    "4d": (lambda x: x.dim() == 4, "4 dimensions"),
+}
 
-class Row(NamedTuple):
+
+class Row:
     """A compiled row.
-
-    Args:
-        shapes: Checks of everything but elements.
-        elements: Checks of elements of tensors.
-        apart: Whether checked elements must not be what the operator writes.
-        names: Names of arguments in it.
-    """
-
-    shapes: tuple[Rule, ...]
-    elements: tuple[Rule, ...]
-    apart: bool
-    names: frozenset[str]
-
-
-def compile_row(text: str, functions: Mapping[str, Clause]) -> Row:
-    """Compile a row.
 
     Args:
         text: The row.
         functions: The functions that it may name.
 
+    Attributes:
+        shapes: Checks of everything but elements.
+        elements: Checks of elements of tensors.
+        apart: Whether checked elements must not be what the operator writes.
+        names: Names of arguments in it.
+
     Raises:
-        ValueError: It is not in the language.
+        ValueError: The text is not in the language.
     """
-    clauses: list[Clause] = []
-    names: set[str] = set()
-    for part in filter(None, map(str.strip, text.split(";"))):
-        held, _, condition = part.rpartition(" if ") if " if " in part else (part, "", "")
-        found, used = _clauses(held.strip(), functions)
-        if condition:
-            tree = _parsed(condition)
-            used += _names(tree)
-            found = [clause._replace(check=_under(_expression(tree), clause.check)) for clause in found]
-        clauses += found
-        names |= set(used)
-    elements = [clause for clause in clauses if clause.elements]
-    return Row(
-        tuple(clause.check for clause in clauses if not clause.elements),
-        tuple(clause.check for clause in elements),
-        any(clause.apart for clause in elements),
-        frozenset(names),
-    )
+
+    def __init__(self, text: str, functions: Mapping[str, Clause]) -> None:
+        self.names: set[str] = set()
+        self.shapes: list[Rule] = []
+        self.elements: list[Rule] = []
+        self.apart = False
+        for part in text.split("; "):
+            held, _, condition = part.rpartition(" if ") if " if " in part else (part, "", "")
+            holds = self._expression(condition) if condition else None
+            for check, elements, apart in self._clauses(held, functions):
+                self.apart |= elements and apart
+                (self.elements if elements else self.shapes).append(_under(holds, check) if holds else check)
+
+    def _expression(self, text: str) -> Value:
+        tree = _parsed(text)
+        self.names |= set(_names(tree))
+        return _expression(tree)
+
+    def _clauses(self, text: str, functions: Mapping[str, Clause]) -> list[Clause]:
+        """Compile a clause without its condition, apart what it says of elements."""
+        if text.startswith("@") and text[1:] in functions:
+            return [functions[text[1:]]]
+        found = _TENSORS.fullmatch(text)
+        if found is None:
+            return [Clause(_comparison(self._expression(text), text))]
+        heads = [(name.rstrip("?"), name.endswith("?")) for name in found[1].split()]
+        self.names |= {name for name, _ in heads}
+        properties = [self._property(part) for part in _NEXT.split(found[2] or found[3])]
+        kinds = [(kind, [check for check, elements in properties if elements == kind]) for kind in (False, True)]
+        return [Clause(_of_tensors(heads, checks), kind) for kind, checks in kinds if checks]
+
+    def _property(self, text: str) -> tuple[Property, bool]:
+        """Compile a property; return also whether it reads elements."""
+        if text in _WORDS:
+            return _form(*_WORDS[text]), False
+        if text == "not nan":
+            return lambda a, x, name: require_numbers(x, name), True
+        if text.startswith("like "):
+            return _like(self._expression(text[5:])), False
+        if text.startswith(("~ ", "<~ ")):
+            return _shape(self._expression(text.partition("~ ")[2]), expands=text[0] == "<"), False
+        if (found := _RANGE.fullmatch(text)) is not None:
+            return _range(*(self._expression(part) for part in found.groups() if part)), True
+        dtypes = {_DTYPES.get(name) for name in text.split("|")}
+        if None in dtypes:
+            raise ValueError(f"{text!r} is no property of tensors")
+        return _form(lambda x: x.dtype in dtypes, text.replace("|", " or ")), False
 
 
 def _under(condition: Value, check: Rule) -> Rule:
@@ -342,38 +396,13 @@ def _under(condition: Value, check: Rule) -> Rule:
     return rule
 
 
-def _clauses(text: str, functions: Mapping[str, Clause]) -> tuple[list[Clause], list[str]]:
-    """Compile a clause without its condition; return also the names of its arguments."""
-    if text.startswith("@"):
-        if text[1:] not in functions:
-            raise ValueError(f"{text!r} is no function of argument rules")
-        return [functions[text[1:]]], []
-    found = _TENSORS.fullmatch(text)
-    if found is None or ((found[3] or "").startswith("in ") and " .. " not in text):
-        tree = _parsed(text)
-        return [Clause(_comparison(tree, text))], _names(tree)
-    heads = [(name.rstrip("?"), name.endswith("?")) for name in found[1].split()]
-    used = [name for name, _ in heads]
-    of_shapes: list[Property] = []
-    of_elements: list[Property] = []
-    for part in _NEXT.split(found[2] or found[3]):
-        check, names, reads = _property(part.strip())
-        (of_elements if reads else of_shapes).append(check)
-        used += names
-    clauses = [
-        Clause(_of_tensors(heads, checks), checks is of_elements) for checks in (of_shapes, of_elements) if checks
-    ]
-    return clauses, used
-
-
-def _comparison(tree: ast.expr, text: str) -> Rule:
-    holds, names = _expression(tree), [name for name in _names(tree) if name not in OTHER_NAMES]
+def _comparison(holds: Value, text: str) -> Rule:
+    names = [name for name in _names(_parsed(text)) if name not in OTHER_NAMES]
 
     def rule(a: Arguments) -> None:
         if not holds(a):
             came = ", ".join(describe(name, a.get(name)) for name in names)
-            allowed = re.sub(r"\bd\b", str(a.get("d")), text)
-            raise WireError(f"{came}; allowed: {allowed}")
+            raise WireError(f"{came}; allowed: {_D.sub(str(a.get('d')), text)}")
 
     return rule
 
@@ -383,37 +412,12 @@ def _of_tensors(heads: Iterable[tuple[str, bool]], checks: Sequence[Property]) -
         for name, optional in heads:
             if optional and a.get(name) is None:
                 continue
-            tensor = a[name]
-            for check in checks:
-                check(a, tensor, name)
+            value = a[name]
+            for tensor in value if isinstance(value, _LISTS) else (value,):
+                for check in checks:
+                    check(a, tensor, name)
 
     return rule
-
-
-def _property(text: str) -> tuple[Property, list[str], bool]:
-    """Compile a property; return also the names of arguments in it, and whether it reads elements."""
-    if text.startswith(("~ ", "<~ ")):
-        expands = text.startswith("<")
-        tree = _parsed(text.partition("~ ")[2])
-        return _shape(_expression(tree), expands), _names(tree), False
-    if text == "not nan":
-        return lambda a, x, name: require_numbers(x, name), [], True
-    if text == "contiguous":
-        return _form(Tensor.is_contiguous, "a contiguous tensor"), [], False
-    if text == "dense":
-        return _form(is_dense, "a dense tensor"), [], False
-    if text == "floating":
-        return _form(lambda x: x.dtype.is_floating_point, "floating-point numbers"), [], False
-    if re.fullmatch(r"\dd", text):
-        count = int(text[0])
-        return _form(lambda x: x.dim() == count, f"{count} dimensions"), [], False
-    if (found := _RANGE.fullmatch(text)) is not None:
-        trees = [_parsed(part) for part in found.groups() if part]
-        return _range(*map(_expression, trees)), [name for tree in trees for name in _names(tree)], True
-    dtypes = {_DTYPES.get(name) for name in text.split("|")}
-    if None in dtypes:
-        raise ValueError(f"{text!r} is no property of tensors")
-    return _form(lambda x: x.dtype in dtypes, text.replace("|", " or ")), [], False
 
 
 def _form(holds: Callable[[Tensor], bool], allowed: str) -> Property:
@@ -424,7 +428,15 @@ def _form(holds: Callable[[Tensor], bool], allowed: str) -> Property:
     return check
 
 
-def _shape(of: Value, expands: bool) -> Property:
+def _like(other: Value) -> Property:
+    def check(a: Arguments, tensor: Tensor, name: str) -> None:
+        if tensor.dtype is not other(a).dtype:
+            raise WireError(f"{describe(name, tensor)}; allowed: {other(a).dtype}")
+
+    return check
+
+
+def _shape(of: Value, *, expands: bool) -> Property:
     def check(a: Arguments, tensor: Tensor, name: str) -> None:
         wanted = _items(of(a))
         if tensor.shape == wanted:

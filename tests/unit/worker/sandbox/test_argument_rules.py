@@ -18,7 +18,7 @@ from onebox.worker.sandbox.allow_list import EAGER, PROGRAMS, pinned_names
 from onebox.worker.sandbox.argument_checks import check_arguments, guarded
 from onebox.worker.sandbox.argument_rules import KINDS, ROWS, base_name, kind_of, kinds, rules_of
 from onebox.worker.sandbox.rule_functions import FUNCTIONS
-from onebox.worker.sandbox.rule_language import OTHER_NAMES, Clause, compile_row
+from onebox.worker.sandbox.rule_language import OTHER_NAMES, Clause, Row
 
 
 def _listed() -> list[OpOverload]:
@@ -37,7 +37,7 @@ PLACES = frozenset({"index", "indices", "sorter", "offsets", "pivots", "LU_pivot
 
 def refused(text: str, functions: dict[str, Clause] | None = None, **arguments: Any) -> str | None:
     """Return the error of a row, ``None`` if the arguments keep it."""
-    row = compile_row(text, functions or {})
+    row = Row(text, functions or {})
     try:
         for rule in (*row.shapes, *row.elements):
             rule(arguments)
@@ -72,7 +72,7 @@ def test_each_row_names_arguments_of_its_operators() -> None:
         for name in (base_name(operator), f"{base_name(operator)}.{operator._overloadname}"):
             known[name] |= {argument.name for argument in operator._schema.arguments}
     for names, text in ROWS.items():
-        row = compile_row(text, FUNCTIONS)
+        row = Row(text, FUNCTIONS)
         assert row.shapes or row.elements
         for name in known.keys() & set(names.split()):
             assert row.names - known[name] <= OTHER_NAMES, name
@@ -147,7 +147,7 @@ FORMS = frozenset({"self", "start", "end"})
         ("y?: int64, 1d", {"y": None}, None),
         ("y?: int64, 1d", {}, None),
         ("y?: int64, 1d", {"y": x(3)}, "y is torch.float32 [3]; allowed: int64"),
-        ("y: int64|int32, 1d", {"y": x(3, 1, dtype=torch.int32)}, "y is torch.int32 [3, 1]; allowed: 1 dimensions"),
+        ("y: int64|int32, 1d", {"y": x(3, 1, dtype=torch.int32)}, "y is torch.int32 [3, 1]; allowed: 1 dimension"),
         (
             "y: contiguous", {"y": x(2, 3).t()},
             "y is torch.float32 [3, 2] with strides [1, 3]; allowed: a contiguous tensor",
@@ -207,7 +207,7 @@ def test_a_row_may_name_functions() -> None:
     functions = {"even": Clause(even, elements=True, apart=False)}
     assert refused("n > 0; @even", functions, n=3) == "n is odd"
     assert refused("n > 0; @even if n > 4", functions, n=3) is None
-    row = compile_row("n > 0; @even", functions)
+    row = Row("n > 0; @even", functions)
     assert (len(row.shapes), len(row.elements), row.apart) == (1, 1, False)
 
 
@@ -221,4 +221,4 @@ def test_a_row_may_name_functions() -> None:
 )  # fmt: skip
 def test_what_is_not_in_the_language_is_no_row(row: str) -> None:
     with pytest.raises(ValueError, match=r"is no |is not in the language"):
-        compile_row(row, {})
+        Row(row, {})
