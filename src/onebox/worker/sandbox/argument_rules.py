@@ -17,11 +17,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from importlib import resources
 
 from torch._ops import OpOverload
 
 from onebox.errors import WireError
+from onebox.worker.sandbox.allow_list import KINDS, kinds
 from onebox.worker.sandbox.rule_functions import FUNCTIONS
 from onebox.worker.sandbox.rule_language import Row
 
@@ -99,9 +99,7 @@ ROWS: Mapping[str, str] = {
         "random_samples: 3d, contiguous, in 0 .. 1; random_samples[2] == d; "
         "prod(random_samples) >= d * prod(self[:-d])"
     ),
-    "max_unpool2d max_unpool3d": (
-        "len(output_size) == d; output_size >= 0; indices: ~ self, in 0 .. prod(output_size)"
-    ),
+    "max_unpool2d max_unpool3d": "len(output_size) == d; output_size >= 0; indices: ~ self, in 0 .. prod(output_size)",
     "avg_pool2d avg_pool3d": _UNDIVIDED,
     "avg_pool2d_backward avg_pool3d_backward": f"{_UNDIVIDED}; {_SPREAD}",
     "_adaptive_avg_pool2d_backward _adaptive_avg_pool3d_backward": _SPREAD,
@@ -296,7 +294,7 @@ ROWS: Mapping[str, str] = {
     "special_shifted_chebyshev_polynomial_v special_shifted_chebyshev_polynomial_w special_hermite_polynomial_h "
     "special_hermite_polynomial_he special_laguerre_polynomial_l special_legendre_polynomial_p": "@polynomial",
     # linear algebra, transforms, distances
-    "linalg_lu_solve": ("len(LU) >= 2; pivots: int32, ~ LU[:-2] + [min(LU[-2:])], in 1 .. LU[-2] + 1"),
+    "linalg_lu_solve": "len(LU) >= 2; pivots: int32, ~ LU[:-2] + [min(LU[-2:])], in 1 .. LU[-2] + 1",
     "lu_unpack": (
         "len(LU_data) >= 2; LU_pivots: int32, ~ LU_data[:-2] + [min(LU_data[-2:])]; "
         "LU_pivots in 1 .. LU_data[-2] + 1 if unpack_pivots"
@@ -335,25 +333,10 @@ ROWS: Mapping[str, str] = {
 }
 """Rows by operators, of all of their overloads, or of those that are named."""
 
-KINDS = "operator_kinds.txt"
-
 
 @functools.cache
 def _rows() -> Mapping[str, str]:
     return {name: row for names, row in ROWS.items() for name in names.split()}
-
-
-@functools.cache
-def kinds() -> Mapping[str, str]:
-    """Return the kind of each operator of which no argument leads a kernel out of memory, by its name."""
-    found: dict[str, str] = {}
-    kind = ""
-    for line in resources.files("onebox.worker.sandbox").joinpath(KINDS).read_text().splitlines():
-        if line.startswith(" "):
-            found |= dict.fromkeys(line.split(), kind)
-        elif not line.startswith("#"):
-            kind = line
-    return found
 
 
 def base_name(operator: OpOverload) -> str:

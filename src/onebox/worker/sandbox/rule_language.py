@@ -128,7 +128,6 @@ def describe(name: str, value: Any) -> str:
 
 # ---- expressions
 
-
 _LISTS = (list, tuple)
 
 
@@ -176,7 +175,6 @@ FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "stride": lambda x, dim: x.stride(dim),
     "cpu": lambda x: x.device.type == "cpu",
     "type": _element_type,
-    "width": lambda x: x.itemsize,
     "smallest": lambda x: min((tensor.numel() for tensor in x), default=0),
     "fused": fits_fused,  # as the operators onebox::attention choose
     "shares_heads": _shares_heads,  # whether attention on CPUs, which differs by release, shares keys among heads

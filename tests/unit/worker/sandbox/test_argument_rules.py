@@ -14,9 +14,9 @@ from torch._ops import OpOverload
 
 from onebox.errors import WireError
 from onebox.wire import overload
-from onebox.worker.sandbox.allow_list import EAGER, PROGRAMS, pinned_names
+from onebox.worker.sandbox.allow_list import EAGER, KINDS, PROGRAMS, kinds, pinned_names
 from onebox.worker.sandbox.argument_checks import check_arguments, guarded
-from onebox.worker.sandbox.argument_rules import KINDS, ROWS, base_name, kind_of, kinds, rules_of
+from onebox.worker.sandbox.argument_rules import ROWS, base_name, kind_of, rules_of
 from onebox.worker.sandbox.rule_functions import FUNCTIONS
 from onebox.worker.sandbox.rule_language import OTHER_NAMES, Clause, Row
 
