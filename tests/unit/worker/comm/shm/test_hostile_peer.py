@@ -193,6 +193,22 @@ def test_elements_that_lead_to_addresses_are_copied_before_they_are_checked(name
     assert storage not in LENT_STORAGES
 
 
+def test_what_another_worker_can_change_is_not_divided_in_place() -> None:
+    """It could become the least integer after the check, of which the quotient by -1 ends a process."""
+    pair = Pair()
+    pair.post(torch.zeros(LARGE.shape), LARGE)
+    lent = pair.receive()
+    operator = overload("aten.floor_divide_.Tensor")
+    divide = guarded(operator, operator)
+    with pytest.raises(
+        WireError, match=r"floor_divide_.Tensor: self is in memory that other workers can write; allowed"
+    ):
+        divide(lent.view(torch.int32), torch.tensor(-1, dtype=torch.int32))
+    own = lent.view(torch.int32).clone()
+    assert divide(own, torch.tensor(-1, dtype=torch.int32)) is own
+    del lent
+
+
 @pytest.mark.parametrize("speed", [(float("nan"), 0.0), (-1.0, 0.0), (0.0, float("inf")), (1e300, 0.0)])
 def test_a_link_has_a_speed_that_can_be_emulated(speed: tuple[float, float]) -> None:
     memory = SharedMemory.make()
