@@ -27,7 +27,6 @@ LINUX = (
     "onebox.pool.backends.local",
     "onebox.pool.backends.ray.actor",
     "onebox.pool.launch.cpu_affinity",
-    "onebox.pool.launch.fork_server",
     "onebox.pool.launch.stderr_tail",
     "onebox.pool.launch.worker_process",
     "onebox.pool.launch.worker_user",

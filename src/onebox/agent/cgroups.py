@@ -36,9 +36,6 @@ _DRIVER_BYTES = 4 << 30
 
 _CPU_PERIOD_US = 100_000
 
-_KEPT = "kept"
-"""Name of the cgroup of fork servers that wait for their clients' next leases."""
-
 _SYSTEMD = Path("/run/systemd/system")
 _PROC = Path("/proc")
 
@@ -61,8 +58,8 @@ class CgroupLimits:
     def of(cls, shares: Sequence[Share]) -> CgroupLimits:
         """Return the limits of a lease, from the shares of its workers.
 
-        Memory is what each worker's own limit allows, what it may share with others, and
-        the fork server's; cores are those of its operators, and one for each worker's other threads.
+        Memory is what each worker's own limit allows, and what it may share with others; cores are those of its
+        operators, and one for each worker's other threads.
         """
         gpus = sum(needs_driver(share.device) for share in shares)
         memory = [
@@ -71,7 +68,7 @@ class CgroupLimits:
         ]
         limited = all(share.memory_bytes for share in shares)
         return cls(
-            memory_limit_bytes(0, 1) + sum(memory) + gpus * _DRIVER_BYTES if limited else 0,
+            sum(memory) + gpus * _DRIVER_BYTES if limited else 0,
             sum(_WORKER_PROCESSES + _PROCESSES_PER_THREAD * share.threads for share in shares),
             sum(share.threads + 1 for share in shares),
         )
@@ -187,18 +184,6 @@ class LeaseCgroups:
                 (folder / f"{controller}.max").write_text(text)
         return LeaseCgroup(folder)
 
-    def set_aside(self, process: int, descriptor: int = -1) -> None:
-        """Move a process of a lease, which is to outlive it, into a cgroup for such; does nothing where there are no
-        cgroups. See :meth:`LeaseCgroup.add`.
-
-        Raises:
-            OSError: It has ended, or the system refuses.
-        """
-        if self._folder is not None:
-            folder = self._folder / _KEPT
-            folder.mkdir(exist_ok=True)
-            LeaseCgroup(folder).add(process, descriptor)
-
     def close(self) -> None:
         """Remove all cgroups, and kill what is left in them. Idempotent."""
         if self._folder is not None:
@@ -290,7 +275,7 @@ def _processes(folder: Path) -> list[int]:
 
 def _remove_tree(folder: Path) -> None:
     """Kill the processes of a cgroup of leases, and remove it, as far as they have ended."""
-    for child in (*folder.glob("lease-*"), folder / _KEPT):
+    for child in folder.glob("lease-*"):
         LeaseCgroup(child).kill()
     for child in (*folder.glob("*/"), folder):
         with contextlib.suppress(OSError):

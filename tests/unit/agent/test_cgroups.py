@@ -83,7 +83,7 @@ def proc(tree: Path, place: str = "/own") -> Path:
 
 def test_limits_of_a_lease() -> None:
     one = CgroupLimits.of([CPU])
-    assert one.memory_bytes == shared_limit_bytes(1 << 30) + memory_limit_bytes(1 << 30, 2) + memory_limit_bytes(0, 1)
+    assert one.memory_bytes == shared_limit_bytes(1 << 30) + memory_limit_bytes(1 << 30, 2)
     assert (one.processes, one.cores) == (2064, 3)
     two = CgroupLimits.of([CPU, GPU])
     assert two.memory_bytes - one.memory_bytes == (
@@ -137,9 +137,8 @@ def test_a_process_that_has_ended_is_in_none(tree: Path, monkeypatch: pytest.Mon
             process.kill()
             process.wait()
         try:
-            for add in (lease.add, made.set_aside):
-                with contextlib.nullcontext() if ends == "never" else pytest.raises(ProcessLookupError):
-                    add(process.pid, descriptor)
+            with contextlib.nullcontext() if ends == "never" else pytest.raises(ProcessLookupError):
+                lease.add(process.pid, descriptor)
         finally:
             os.close(descriptor)
 
