@@ -46,6 +46,7 @@ CHECKED = {
         "resource.setrlimit",
         "signal.SIGKILL",
     },
+    "onebox.pool.launch.socket_folder": {"os.O_DIRECTORY", "os.O_NOFOLLOW", "os.geteuid"},  # not without UNIX_SOCKETS
     "onebox.pool.sharing.attached_pool": {"socket.AF_UNIX"},  # not called without UNIX_SOCKETS
     "onebox.pool.sharing.pool_server": {"socket.AF_UNIX"},
     "onebox.wire.receive_watch": {"ctypes.CDLL", "select.EPOLLIN", "select.EPOLLET", "socket.TCP_INFO"},
