@@ -58,7 +58,7 @@ class ThreadWorker:
     Args:
         place: Where the worker is.
         config: What it is to be.
-        spawner: The fork server that would start its process.
+        spawner: What would fork its process.
     """
 
     address = "127.0.0.1"

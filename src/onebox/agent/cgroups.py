@@ -32,8 +32,8 @@ _DRIVER_BYTES = 4 << 30
 
 _CPU_PERIOD_US = 100_000
 
-_AGENT, _KEPT = "agent", "kept"
-"""Cgroups of the agent, if it has to leave its own, and of fork servers that wait for their clients' next leases."""
+_AGENT = "agent"
+"""Cgroup of the agent, if it has to leave its own."""
 
 _SYSTEMD = Path("/run/systemd/system")
 _PROC = Path("/proc")
@@ -50,10 +50,10 @@ def most_processes(shares: Sequence[Share]) -> int:
 def lease_limits(shares: Sequence[Share]) -> dict[str, str]:
     """Return the limits of all processes of a lease together, by controller, as the kernel reads them.
 
-    Memory is what each worker's own limit allows, what it may share with others, and the fork server's; none if a
-    worker has no limit. Cores are those of its operators, and one for each worker's other threads.
+    Memory is what each worker's own limit allows, and what it may share with others; none if a worker has no limit.
+    Cores are those of its operators, and one for each worker's other threads.
     """
-    memory_bytes = memory_limit_bytes(0, 1)
+    memory_bytes = 0
     for share in shares:
         memory_bytes += shared_limit_bytes(share.memory_bytes) + memory_limit_bytes(share.memory_bytes, share.threads)
         memory_bytes += _DRIVER_BYTES if needs_driver(share.device) else 0
@@ -138,12 +138,6 @@ class LeaseCgroups:
             if controller in self.limits:
                 (folder / f"{controller}.max").write_text(text)
         return LeaseCgroup(folder)
-
-    def set_aside(self, process: int, descriptor: int = -1) -> None:
-        """Move a process that is to outlive its lease into a cgroup for such, as :meth:`LeaseCgroup.add` does."""
-        if self.folder is not None:
-            (self.folder / _KEPT).mkdir(exist_ok=True)
-            LeaseCgroup(self.folder / _KEPT).add(process, descriptor)
 
     def close(self) -> None:
         """Remove all cgroups, and kill what is left in them. Idempotent."""

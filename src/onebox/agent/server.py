@@ -179,7 +179,6 @@ class Agent:
     ) -> None:
         check_address(bind, port, advertise, has_clients)
         self._report = Reporter(tell)
-        self._name_of = name_of
         self._read_log = read_log
         self._advertise = advertise
         self._host = platform.node() or "this host"
@@ -198,7 +197,6 @@ class Agent:
             advertise=advertise,
             isolation=self._isolation,
             ports=worker_ports,
-            accepts=self._accepts,
             sharing_key=sharing_key,
         )
         try:
@@ -251,13 +249,6 @@ class Agent:
         """Return the offers, their holders and the queue; callable from any thread."""
         with self._lock:
             return self._stock(0)
-
-    def _accepts(self, key: str) -> bool:
-        """Return whether a client is still one of those that may connect; not where their list cannot be read."""
-        try:
-            return self._name_of(key) is not None
-        except Exception:  # reported where messages of clients are taken
-            return False
 
     # ---- the loop
 

@@ -83,7 +83,7 @@ def proc(tree: Path, place: str = "/own") -> Path:
 
 def test_limits_of_a_lease() -> None:
     one, two = lease_limits([CPU]), lease_limits([CPU, GPU])
-    memory = shared_limit_bytes(1 << 30) + memory_limit_bytes(1 << 30, 2) + memory_limit_bytes(0, 1)
+    memory = shared_limit_bytes(1 << 30) + memory_limit_bytes(1 << 30, 2)
     assert one == {"memory": str(memory), "pids": "2064", "cpu": "300000 100000"}
     memory += shared_limit_bytes(8 << 30) + memory_limit_bytes(8 << 30, 4) + (4 << 30)
     assert two == {"memory": str(memory), "pids": "4144", "cpu": "800000 100000"}
@@ -135,9 +135,8 @@ def test_a_process_that_has_ended_is_in_none(tree: Path, monkeypatch: pytest.Mon
             process.kill()
             process.wait()
         try:
-            for add in (lease.add, made.set_aside):
-                with contextlib.nullcontext() if ends == "never" else pytest.raises(ProcessLookupError):
-                    add(process.pid, descriptor)
+            with contextlib.nullcontext() if ends == "never" else pytest.raises(ProcessLookupError):
+                lease.add(process.pid, descriptor)
         finally:
             os.close(descriptor)
 

@@ -64,7 +64,7 @@ class ServeConfig:
         user: User whose groups workers have, such as those that may use GPUs, if root starts this.
         user_ids: User ids for workers, if root starts this: each lease has one of its own, which nobody else has.
         allow_root: Let workers run as root, as in a container that has no other user.
-        import_per_client: Import PyTorch anew for each client, which takes a second, so that no client's workers have
+        import_per_client: Import PyTorch anew in each worker, which takes a second, so that no client's workers have
             the memory addresses of another's.
         journal: A file for the JSON lines, too; onebox logs also shows its earlier lines.
         metrics_port: Serve metrics for Prometheus on this port, 0 for any free one; without it there are none.

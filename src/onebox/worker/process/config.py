@@ -78,19 +78,5 @@ class Ports(Struct, frozen=True, forbid_unknown_fields=True):
     heartbeats: str
 
 
-WITH_USERS = "users"
-"""Argument of a zygote each of whose forks takes a user of its own."""
-
-
-class ForkSettings(Struct, frozen=True, forbid_unknown_fields=True, tag="settings"):
-    """First message to a new fork server: the user that it takes.
-
-    Args:
-        user: User id; ``None`` for that of the zygote.
-        group: Group id.
-        groups: Ids of further groups.
-    """
-
-    user: int | None = None
-    group: int = 0
-    groups: tuple[int, ...] = ()
+WITH_USERS, STAYS = "users", "stays"
+"""Arguments of a zygote: each of its workers takes a user of its own; it stays while it has none."""

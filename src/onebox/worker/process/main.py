@@ -8,6 +8,7 @@ import functools
 import gc
 import math
 import os
+import select
 import signal
 import sys
 import time
@@ -424,7 +425,7 @@ def main(owner: int = 0, watched: Sequence[int] = ()) -> None:
         *(watched or (os.pidfd_open(owner),)),
     )  # a fork of the owner keeps the first open
     os.environ.setdefault(*CUBLAS_BUFFERS)
-    config = msgspec.json.decode(_first_line(owner_descriptors[0]), type=WorkerConfig)
+    config = msgspec.json.decode(_first_line(owner_descriptors), type=WorkerConfig)
     load_kernels_at_once(config)
     if config.owner not in (0, owner):
         raise SystemExit(f"process {config.owner}, which started this worker, has ended")
@@ -500,10 +501,15 @@ def name_process(name: str) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_NAME, ctypes.c_char_p(name.encode()), 0, 0, 0)
 
 
-def _first_line(descriptor: int) -> bytes:
+def _first_line(owner_descriptors: Sequence[int]) -> bytes:
+    """Read the line of the configuration; end if the owner does first, even if a fork of it holds the pipe open."""
+    poll = select.poll()
+    for each in owner_descriptors:
+        poll.register(each, select.POLLIN)
     line = b""
     while not line.endswith(b"\n"):
-        part = os.read(descriptor, 1)
+        ready = {descriptor for descriptor, _ in poll.poll()}
+        part = os.read(owner_descriptors[0], 1) if owner_descriptors[0] in ready else b""
         if not part:
             raise SystemExit("onebox worker: no configuration on standard input; start workers with onebox.open()")
         line += part

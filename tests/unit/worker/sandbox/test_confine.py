@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from onebox.pool.launch.fork_server import worker_environment
+from onebox.pool.launch.zygotes import worker_environment
 from onebox.worker.sandbox import confine, landlock, seccomp
 from tests.kit import warm
 
