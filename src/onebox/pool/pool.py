@@ -279,8 +279,7 @@ class Pool:
             number: Its number, from :meth:`new_number`; 0 for a new one.
 
         Raises:
-            UsageError: The devices mix ``sim`` with others; or the emulated links between them do not support such a
-                group.
+            UsageError: The devices mix ``sim`` with others, or are such and sums are to be computed by the client.
             OneboxError: The group could not be formed.
         """
         group = number or self.new_number()
@@ -316,17 +315,15 @@ class Pool:
         """
         group = number
         links = [outgoing(self.links, workers, rank) for rank in range(len(workers))]
-        if via == "client" and any(links):
-            raise UsageError("sums at the client do not go over the emulated links; let them go via workers")
         check_kinds([self.devices[worker] for worker in workers], "a group")
         emulated = any(self.devices[worker].kind == "sim" for worker in workers)
         if via == "client" and emulated:
             raise UsageError("sim devices have no values that a client could add up; let their sums go via workers")
         sockets: Literal["gloo", "gloo-tls"] = "gloo-tls" if self.encrypts(workers) else "gloo"
         backend: Literal["gloo", "gloo-tls", "client"] = "client" if via == "client" else sockets
-        by_nccl = via == "workers" and not aside and not tagged and not any(links)  # even if this client has no NCCL
+        by_nccl = via == "workers" and not aside and not tagged  # even if this client has no NCCL
         nccl = self.nccl_ranks(workers) if by_nccl else ((),) * len(workers)
-        shared = via == "workers" and (self.shared or emulated or any(links))
+        shared = via == "workers" and (self.shared or emulated)
         addresses = [self.devices[worker].address for worker in workers]
         with self.order:
             self._client_loop.form(group, workers)

@@ -47,8 +47,8 @@ def open_devices(
             operator that needs more fails with :class:`~onebox.errors.DeviceMemoryError`. When ``None``, there is no
             limit but the device's; on another host a GPU alone or a CPU worker's share of the memory. A GPU's
             allocator is held to an eighth and 64 MiB more, for what operators need in passing.
-        links: Links to emulate between devices, by the numbers of the two: for both directions, or for each its own
-            where both are given. For experiments on one host; times over them are emulated.
+        links: Links to emulate between ``sim`` devices of one host, by the numbers of the two: for both directions, or
+            for each its own where both are given. Times over them are emulated.
         channel_latency_s: Added seconds of every message between this process and a worker, each way, heartbeats
             excepted. Emulated likewise.
         channel_bandwidth_bps: Most bytes per second from this process to all workers. Emulated likewise.
