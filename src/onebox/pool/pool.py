@@ -80,8 +80,6 @@ class Pool:
         client_loop: ClientLoop,
         devices: Sequence[DeviceInfo],
         links: LinkMap | None = None,
-        channel_latency_s: float = 0.0,
-        channel_bandwidth_bps: float = math.inf,
         plain_links: bool = False,
         first_number: int = 1,
     ) -> None:
@@ -89,8 +87,6 @@ class Pool:
         """The devices, in the order of their numbers."""
         self.links: LinkMap = directed(links or {}, devices)
         """The emulated links of each direction."""
-        self.channel_latency_s = channel_latency_s
-        self.channel_bandwidth_bps = channel_bandwidth_bps
         self.plain_links = plain_links
         """True if workers of different hosts send each other tensors without encryption, and over NCCL."""
         self._handles = list(handles)
@@ -222,8 +218,8 @@ class Pool:
         self._client_loop.give_up(worker, error)
 
     def near(self, worker: int) -> bool:
-        """Return whether a worker is a process of this machine with no slower link emulated."""
-        return self.devices[worker].host == LOCAL_HOST and self.channel_bandwidth_bps == math.inf
+        """Return whether a worker is a process of this machine."""
+        return self.devices[worker].host == LOCAL_HOST
 
     def new_number(self) -> int:
         """Return a number, unique in this pool, for a buffer, definition or group."""
