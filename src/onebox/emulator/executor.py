@@ -44,6 +44,9 @@ class EmulatedExecutor(Executor):
     groups_type = EmulatedGroups
     votes_type = _Votes
 
+    _device: EmulatedDevice
+    _groups: EmulatedGroups
+
     def __init__(self, device: EmulatedDevice, *arguments: Any, **options: Any) -> None:
         self.clock = device.clock
         super().__init__(device, *arguments, **options)

@@ -29,6 +29,7 @@ class _TimedProgress(WorkerProgress):
 
 class _TimedWait(Wait):
     __slots__ = ("_since_ns",)
+    _progress: _TimedProgress
 
     def __enter__(self) -> None:
         self._since_ns = time.monotonic_ns()
@@ -47,6 +48,7 @@ class ThrottledExecutor(Executor):
     """
 
     progress_type = _TimedProgress
+    progress: _TimedProgress
 
     def _slowly(self, instruction: Instruction, frames: Iterator[Any], resolve: Resolve) -> Sequence[Outcome]:
         progress = self.progress
