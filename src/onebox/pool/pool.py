@@ -80,8 +80,6 @@ class Pool:
         client_loop: ClientLoop,
         devices: Sequence[DeviceInfo],
         links: LinkMap | None = None,
-        channel_latency_s: float = 0.0,
-        channel_bandwidth_bps: float = math.inf,
         plain_links: bool = False,
         first_number: int = 1,
     ) -> None:
@@ -89,8 +87,6 @@ class Pool:
         """The devices, in the order of their numbers."""
         self.links: LinkMap = directed(links or {}, devices)
         """The emulated links of each direction."""
-        self.channel_latency_s = channel_latency_s
-        self.channel_bandwidth_bps = channel_bandwidth_bps
         self.plain_links = plain_links
         """True if workers of different hosts send each other tensors without encryption, and over NCCL."""
         self._handles = list(handles)
@@ -222,8 +218,8 @@ class Pool:
         self._client_loop.give_up(worker, error)
 
     def near(self, worker: int) -> bool:
-        """Return whether a worker is a process of this machine with no slower link emulated."""
-        return self.devices[worker].host == LOCAL_HOST and self.channel_bandwidth_bps == math.inf
+        """Return whether a worker is a process of this machine."""
+        return self.devices[worker].host == LOCAL_HOST
 
     def new_number(self) -> int:
         """Return a number, unique in this pool, for a buffer, definition or group."""
@@ -279,8 +275,7 @@ class Pool:
             number: Its number, from :meth:`new_number`; 0 for a new one.
 
         Raises:
-            UsageError: The devices mix ``sim`` with others; or the emulated links between them do not support such a
-                group.
+            UsageError: The devices mix ``sim`` with others, or are such and sums are to be computed by the client.
             OneboxError: The group could not be formed.
         """
         group = number or self.new_number()
@@ -316,17 +311,15 @@ class Pool:
         """
         group = number
         links = [outgoing(self.links, workers, rank) for rank in range(len(workers))]
-        if via == "client" and any(links):
-            raise UsageError("sums at the client do not go over the emulated links; let them go via workers")
         check_kinds([self.devices[worker] for worker in workers], "a group")
         emulated = any(self.devices[worker].kind == "sim" for worker in workers)
         if via == "client" and emulated:
             raise UsageError("sim devices have no values that a client could add up; let their sums go via workers")
         sockets: Literal["gloo", "gloo-tls"] = "gloo-tls" if self.encrypts(workers) else "gloo"
         backend: Literal["gloo", "gloo-tls", "client"] = "client" if via == "client" else sockets
-        by_nccl = via == "workers" and not aside and not tagged and not any(links)  # even if this client has no NCCL
+        by_nccl = via == "workers" and not aside and not tagged  # even if this client has no NCCL
         nccl = self.nccl_ranks(workers) if by_nccl else ((),) * len(workers)
-        shared = via == "workers" and (self.shared or emulated or any(links))
+        shared = via == "workers" and (self.shared or emulated)
         addresses = [self.devices[worker].address for worker in workers]
         with self.order:
             self._client_loop.form(group, workers)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from onebox.errors import WireError
-from onebox.wire import DTYPES, TensorSpec
+from onebox.wire import TensorSpec
 from onebox.worker.comm.shm.arena import MemoryBlock
 from onebox.worker.comm.shm.layout import ShmMessage
 from onebox.worker.comm.shm.receiver import PendingReceive, ShmReceiver
@@ -62,7 +62,6 @@ class ShmCollective:
         expected: dict[int, PendingReceive],
         drop: Callable[[MemoryBlock], None],
     ) -> None:
-        self.end_ns = 0
         self._order = order
         self._rank = rank
         self._own = own
@@ -82,9 +81,7 @@ class ShmCollective:
         Raises:
             WireError: Another rank's call differs.
         """
-        self._agree(messages, [message.spec for message in messages])
-        if self._block is None:
-            return torch.empty(self._own.spec.shape, dtype=DTYPES[self._own.spec.dtype], device="meta")
+        self.agree_on_sum(messages)
         parts = self._parts(messages)
         total = parts[0] + parts[1] if len(parts) > 1 else parts[0].clone()
         for part in parts[2:]:
@@ -102,16 +99,26 @@ class ShmCollective:
         Raises:
             WireError: Another rank's call differs, or the result has another spec.
         """
+        self.agree_on_gather(messages, dim, spec)
+        parts = self._parts(messages)
+        return torch.cat([part.view(message.spec.shape) for part, message in zip(parts, messages, strict=True)], dim)
+
+    def agree_on_sum(self, messages: Sequence[ShmMessage]) -> None:
+        """Require that all ranks add up the same.
+
+        Raises:
+            WireError: Another rank's call differs.
+        """
+        self._agree(messages, [message.spec for message in messages])
+
+    def agree_on_gather(self, messages: Sequence[ShmMessage], dim: int, spec: TensorSpec) -> None:
+        """Require that all ranks gather the same, and that the whole has a spec; see :meth:`join`."""
         self._agree(messages, [_without(message.spec, dim) for message in messages])
         own = self._own.spec
         joint = sum(message.spec.shape[dim] for message in messages)
         made = TensorSpec(own.dtype, (*own.shape[:dim], joint, *own.shape[dim + 1 :]))
         if made != spec:
             raise WireError(f"{made} comes of a gather along dimension {dim} where {spec} was to come")
-        if self._block is None:
-            return torch.empty(spec.shape, dtype=DTYPES[spec.dtype], device="meta")
-        parts = self._parts(messages)
-        return torch.cat([part.view(message.spec.shape) for part, message in zip(parts, messages, strict=True)], dim)
 
     def give_back(self) -> None:
         """Return all ranks' memory. Idempotent."""

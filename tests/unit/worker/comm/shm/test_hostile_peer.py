@@ -9,16 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from onebox.errors import WireError
 from onebox.wire import DTYPES, TensorSpec, overload
 from onebox.wire.protocol.groups import FormGroup
 from onebox.worker.accelerator import accelerator_for
 from onebox.worker.comm.api import RankLost
-from onebox.worker.comm.emulated_links import EmulatedLinks, LinkSpeed
 from onebox.worker.comm.shm.group import ShmGroup
-from onebox.worker.comm.shm.layout import DIMENSIONS, FREE, HEADER, LEFT, NEXT_RETURNED, RETURNED, SENT, lane_start
+from onebox.worker.comm.shm.layout import DIMENSIONS, HEADER, LEFT, NEXT_RETURNED, RETURNED, SENT, lane_start
 from onebox.worker.comm.shm.receiver import ShmReceiver
-from onebox.worker.comm.shm.rendezvous import ShmPeers, note_speed, speed_in
+from onebox.worker.comm.shm.rendezvous import ShmPeers
 from onebox.worker.comm.shm.segment import SharedMemory, supported
 from onebox.worker.comm.shm.sender import ShmSender
 from onebox.worker.memory.shared import LENT_STORAGES
@@ -209,21 +207,11 @@ def test_what_another_worker_can_change_is_not_divided_in_place() -> None:
     del lent
 
 
-@pytest.mark.parametrize("speed", [(float("nan"), 0.0), (-1.0, 0.0), (0.0, float("inf")), (1e300, 0.0)])
-def test_a_link_has_a_speed_that_can_be_emulated(speed: tuple[float, float]) -> None:
-    memory = SharedMemory.make()
-    note_speed(memory, 1, LinkSpeed(1.0, 2.0))
-    assert speed_in(memory) == LinkSpeed(1.0, 2.0)
-    struct.pack_into("=q2d", memory.map, 8 * FREE, 1, *speed)
-    with pytest.raises(WireError, match="allowed: 0 to 1e"):
-        speed_in(memory)
-
-
 @pytest.mark.parametrize("at_ns", [-1, 1 << 62])
 def test_no_message_is_of_before_all_time_or_of_after_the_next_day(at_ns: int) -> None:
     own, other = SharedMemory.make(), SharedMemory.make()
     form = FormGroup(1, 1, 2, "gloo", "127.0.0.1", 5.0, True)
-    group = ShmGroup(form, ShmPeers({0: other, 1: own}, {}), accelerator_for("cpu"), WorkerProgress(), EmulatedLinks())
+    group = ShmGroup(form, ShmPeers({0: other, 1: own}, {}), accelerator_for("cpu"), WorkerProgress())
     sender = ShmSender(other, 2)
     cell = lane_start(1) + 128
     sender.post(1, 0, sender.write([torch.ones(4)], 16), SMALL)

@@ -17,9 +17,7 @@ from onebox.errors import WireError
 from onebox.wire import TensorSpec, spec_of
 from onebox.wire.protocol.groups import FormGroup
 from onebox.wire.protocol.responses import Joined
-from onebox.worker.accelerator import accelerator_for
 from onebox.worker.comm.api import RankLost, WorkerGroup
-from onebox.worker.comm.emulated_links import EmulatedLinks
 from onebox.worker.comm.hybrid import HybridGroup
 from onebox.worker.comm.manager import form_group
 from onebox.worker.comm.shm import rendezvous
@@ -53,7 +51,7 @@ def run(places: str, rank: Callable[[int, WorkerGroup], Any], *, owners: str = "
         PLACE.name = places[number]
         form = FormGroup(3, number, len(places), "gloo", "127.0.0.1", 20.0, True)
         key = owners[number : number + 1].encode()
-        group = form_group(form, hub.channel(number), HOST, WorkerProgress(), EmulatedLinks(), sharing_key=key)
+        group = form_group(form, hub.channel(number), HOST, WorkerProgress(), sharing_key=key)
         try:
             return rank(number, group)
         finally:
@@ -171,19 +169,6 @@ def test_ranks_that_cannot_hand_over_memory_use_sockets_and_say_so(
         Joined((0,), ((1, "its memory did not come"),)),
         Joined((1,), ((0, "it could not have this one's memory"),)),
     ]
-
-
-def test_devices_that_do_not_compute_need_one_host_and_so_do_emulated_links() -> None:
-    hub = Hub()
-
-    def one(number: int) -> None:
-        PLACE.name = "ab"[number]
-        form = FormGroup(3, number, 2, "gloo", "127.0.0.1", 20.0, True)
-        with pytest.raises(RankLost, match="can only be in a group of one agent"):
-            form_group(form, hub.channel(number), accelerator_for("meta"), WorkerProgress(), EmulatedLinks())
-
-    with ThreadPoolExecutor(2) as threads:
-        list(threads.map(one, range(2)))
 
 
 @pytest.mark.parametrize(
