@@ -16,7 +16,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-import msgspec
 import torch
 
 from onebox.cost import PoolProfile, load, store
@@ -26,7 +25,7 @@ from onebox.pool.backends.base import HostedWorker, RestartableSource, WorkerHan
 from onebox.pool.client.connection import WorkerReply
 from onebox.pool.client.loop import ClientLoop
 from onebox.pool.core_usage import HostCores, host_cores
-from onebox.pool.devices import DeviceInfo, check_kinds, nccl_ranks, welcome
+from onebox.pool.devices import DeviceInfo, check_kinds, nccl_ranks, require_devices, welcome
 from onebox.pool.discovery import LOCAL_HOST, cores
 from onebox.pool.errors import raise_first
 from onebox.pool.network.client_bandwidth import ClientBandwidth
@@ -228,7 +227,7 @@ class Pool:
     def post(
         self,
         worker: int,
-        instructions: Sequence[Instruction] | msgspec.Raw,
+        instructions: Sequence[Instruction],
         frames: Sequence[Any] = (),
         *,
         answer: bool = False,
@@ -275,7 +274,8 @@ class Pool:
             number: Its number, from :meth:`new_number`; 0 for a new one.
 
         Raises:
-            UsageError: The devices mix ``sim`` with others, or are such and sums are to be computed by the client.
+            UsageError: A device is not there; they mix ``sim`` with others, or are such and sums are to be computed by the
+                client.
             OneboxError: The group could not be formed.
         """
         group = number or self.new_number()
@@ -310,6 +310,7 @@ class Pool:
             OneboxError: The pool is broken; some members may have received the request.
         """
         group = number
+        require_devices(workers, len(self))
         links = [outgoing(self.links, workers, rank) for rank in range(len(workers))]
         check_kinds([self.devices[worker] for worker in workers], "a group")
         emulated = any(self.devices[worker].kind == "sim" for worker in workers)

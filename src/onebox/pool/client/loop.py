@@ -16,7 +16,6 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any, TypeVar
 
-import msgspec
 import psutil
 import zmq
 
@@ -137,7 +136,7 @@ class ClientLoop:
     def post(
         self,
         worker: int,
-        instructions: Sequence[Instruction] | msgspec.Raw,
+        instructions: Sequence[Instruction],
         frames: Sequence[Any] = (),
         *,
         answer: bool = False,
@@ -146,7 +145,7 @@ class ClientLoop:
 
         Args:
             worker: Its number.
-            instructions: The instructions, in order; or their encoding, by another process of this client.
+            instructions: The instructions, in order.
             frames: Raw elements of their tensors; must not be modified until the worker has replied.
             answer: Whether the worker is to reply; otherwise the future is done at once.
 
@@ -161,8 +160,7 @@ class ClientLoop:
             raise UsageError(f"there is no worker {worker}; this pool has 0 to {len(self._connections) - 1}")
         with self._lock:
             self._numbers += 1
-            encoded: Any = instructions if isinstance(instructions, msgspec.Raw) else tuple(instructions)
-            header = encode(Envelope(self._numbers, answer, encoded))
+            header = encode(Envelope(self._numbers, answer, tuple(instructions)))
             future = self._pending.promise(worker, self._numbers, answer=answer)
             self.sent_bytes[worker] = self.sent_bytes.get(worker, 0) + sum(len(frame) for frame in frames)
             self._outbox.append((worker, [header, *frames]))

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from onebox.errors import WireError
 from onebox.wire import DTYPES, TensorSpec, overload
 from onebox.wire.protocol.groups import FormGroup
 from onebox.worker.accelerator import accelerator_for
