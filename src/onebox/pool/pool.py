@@ -274,8 +274,8 @@ class Pool:
             number: Its number, from :meth:`new_number`; 0 for a new one.
 
         Raises:
-            UsageError: A device is not there; they mix ``sim`` with others, or are such and sums are to be computed by the
-                client.
+            UsageError: A device is not there; they mix ``sim`` with others, or are such and the client is to compute
+                sums.
             OneboxError: The group could not be formed.
         """
         group = number or self.new_number()
