@@ -82,6 +82,7 @@ def test_each_function_is_of_a_row() -> None:
     assert {name for name in FUNCTIONS if any(f"@{name}" in row.split("; ") for row in ROWS.values())} == set(FUNCTIONS)
 
 
+@pytest.mark.feature("Security: Run only operators of a list")
 def test_an_operator_without_row_and_kind_is_refused() -> None:
     """As one would be that a list gets and nobody has read."""
     unread = overload("aten._cummax_helper.default")
