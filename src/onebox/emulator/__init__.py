@@ -5,7 +5,8 @@ worker's executor over tensors without elements, whose programs, optimizers, cop
 the device (:mod:`onebox.emulator.clock`) instead of the machine's. Nothing sleeps but the replies to the client, which
 are sent when the device would have sent them. Emulated links between such devices are here, too.
 
-A worker's process runs this program where its configuration says so; nothing of it runs where a device computes.
+A worker's process runs this program where its configuration names such a device; nothing of it runs where a device
+computes.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from onebox.worker.execution.collectives import Resolve
 from onebox.worker.execution.executor import Executor
 from onebox.worker.execution.pending_reply import Outcome
 from onebox.worker.progress import Wait, WorkerProgress
-from onebox.worker.system.clock import sleep_until
+from onebox.worker.system.clock import sleep_until, wake_on_time
 
 
 class _TimedProgress(WorkerProgress):
@@ -44,11 +44,16 @@ class _TimedWait(Wait):
 class ThrottledExecutor(Executor):
     """An executor that sleeps after what it has computed, for the time that a slower CPU would have taken in addition.
 
-    Waits for other workers take as long as they do.
+    Waits for other workers take as long as they do. Arguments as for a worker at full speed; made in the thread that
+    uses it.
     """
 
     progress_type = _TimedProgress
     progress: _TimedProgress
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        wake_on_time()
 
     def _slowly(self, instruction: Instruction, frames: Iterator[Any], resolve: Resolve) -> Sequence[Outcome]:
         progress = self.progress

@@ -88,8 +88,8 @@ _MOST_MS = (1 << 31) - 1
 """Longest timeout of a ZeroMQ socket."""
 
 PROGRAMS = {"sim": "onebox.emulator.server"}
-"""Programs of devices that do not compute, by name: modules with a ``server_class`` of their own. They are made of this
-package's parts, and nothing of them is imported where a device computes."""
+"""Programs of devices that do not compute: modules with a ``server_class``. They are made of this package's parts, and
+therefore named here rather than imported."""
 
 _PR_SET_NAME = 15
 
@@ -452,11 +452,16 @@ def main(owner: int = 0, watched: Sequence[int] = ()) -> None:
 
 
 def _server_class(device: str) -> type[WorkerServer]:
-    program = PROGRAMS.get(device)
-    if program is None:
+    if device not in PROGRAMS:
         return WorkerServer
-    made: type[WorkerServer] = importlib.import_module(program).server_class
+    made: type[WorkerServer] = importlib.import_module(PROGRAMS[device]).server_class
     return made
+
+
+def load_programs() -> None:
+    """Import the programs of all devices, once for all forks of this process."""
+    for program in PROGRAMS.values():
+        importlib.import_module(program)
 
 
 def ignore_warnings() -> None:

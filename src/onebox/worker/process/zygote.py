@@ -34,9 +34,11 @@ from collections.abc import Sequence
 
 from onebox.forking import ForkServer, SpawnRequest, adopt_orphans, set_dumpable
 from onebox.worker.process.config import STAYS, WITH_USERS
-from onebox.worker.process.main import ignore_end_signals, name_process, wake_with_owner
+from onebox.worker.process.main import ignore_end_signals, load_programs, name_process, wake_with_owner
 from onebox.worker.process.main import main as serve_worker
 from onebox.worker.sandbox.confine import limit_capabilities, prepare
+
+load_programs()
 
 DESCRIPTORS = 4
 """Standard input, output and error of the new worker, and a pipe for its exit status."""

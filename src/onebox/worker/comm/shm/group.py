@@ -108,7 +108,7 @@ class ShmGroup:
         Raises:
             WireError: It is not the next part.
         """
-        sender = self._member(peer)
+        sender, begin_ns = self._member(peer), time.monotonic_ns()
         place = region_of(spec_of(tensor), within, self._begun.pop((peer, channel), None))
         last = place.last
         check_dimensions(place.whole)
@@ -119,7 +119,7 @@ class ShmGroup:
         if not last:
             self._begun[peer, channel] = place
         if self._gpu_sender is not None or not last:
-            return time.monotonic_ns()
+            return begin_ns
         return sender.post(peer, channel, place.block, place.whole)
 
     def receive(self, spec: TensorSpec, peer: int, channel: int, rows: Sequence[int] = ()) -> Finish:
