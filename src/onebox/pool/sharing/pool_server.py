@@ -107,19 +107,18 @@ class PoolServer:
         self._folder.close()
 
     def _accept(self) -> None:
-        for number in itertools.count(1):
-            while True:
-                try:
-                    connection, _ = self._socket.accept()
-                    break
-                except OSError as error:
-                    if self.closed:
-                        return
+        numbers = itertools.count(1)
+        while not self.closed:
+            try:
+                connection, _ = self._socket.accept()
+            except OSError as error:
+                if not self.closed:
                     _LOG.warning("a child process cannot be let in: %s", error)
                     time.sleep(_AGAIN_S)
-            child = _Child(self, number, connection)
+                continue
+            child = _Child(self, next(numbers), connection)
             if len(self.children) < _CHILDREN:
-                self.children[number] = child
+                self.children[child.number] = child
                 child.start()
             else:
                 child.refuse()
@@ -138,7 +137,7 @@ class _Child(MessageStream):
         super().__init__(connection, f"onebox-child-{number}")
         self._server = server
         self._pool = pool = server.pool
-        self._number = number
+        self.number = number
         self._first = number * SPAN
         self._group = 0  # which is being formed
         self._forming: list[tuple[int, int]] = []  # worker and number of the message of each of its ranks, so far
@@ -175,13 +174,13 @@ class _Child(MessageStream):
         return not self._orderly
 
     def _may_use(self, worker: int) -> bool:
-        return self._server.claims.get(worker, self._number) == self._number
+        return self._server.claims.get(worker, self.number) == self.number
 
     def _claim(self, worker: int, *, held: bool) -> None:
-        if held and self._server.claims.setdefault(worker, self._number) != self._number:
+        if held and self._server.claims.setdefault(worker, self.number) != self.number:
             raise _of_another(worker)
         if not held and self._may_use(worker):
-            self._server.claims.pop(worker, None)
+            self._server.claims.pop(worker, None)  # only this thread ends this child's claims
 
     def _forward(self, worker: int, message: ChildEnvelope, frames: Sequence[Any]) -> None:
         instructions: Any = message.instructions
@@ -231,7 +230,7 @@ class _Child(MessageStream):
         if error is not None:
             _LOG.warning("a child process sent what is no request, and is given up: %s", error)
         groups: dict[int, dict[int, tuple[int, ...]]] = {}
-        for worker in [worker for worker, owner in list(self._server.claims.items()) if owner == self._number]:
+        for worker in [worker for worker, owner in list(self._server.claims.items()) if owner == self.number]:
             del self._server.claims[worker]
             with contextlib.suppress(OneboxError):
                 groups[worker] = self._pool.groups_of(worker)  # those of a process that takes its place are others
@@ -247,7 +246,7 @@ class _Child(MessageStream):
         for worker in self._pool.present:
             with contextlib.suppress(OneboxError):
                 self._pool.post(worker, [FreeRange(self._first, self._first + SPAN)])
-        self._server.children.pop(self._number, None)
+        self._server.children.pop(self.number, None)
 
     def _wait_for(self, workers: Collection[int]) -> None:
         """Wait a while until the other members of groups have ended, too, and all that they have sent is executed."""
