@@ -48,7 +48,7 @@ class ServeConfig:
 
     Args:
         devices: Devices to offer: auto (all GPUs and the CPU), or a list such as cuda:0,cuda:1 or cuda,cpu; sim*8
-            offers eight emulated devices, which only sleep.
+            offers eight emulated devices, which compute nothing.
         memory: Limit of the offered memory of each device, such as 20GiB; without it all.
         cores: Limit of the offered cores; without it all that this process may use.
         bind: IP address to listen on: 0.0.0.0 for all of this machine's, 127.0.0.1 for this machine alone.
