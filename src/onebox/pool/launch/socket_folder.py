@@ -53,7 +53,7 @@ def _locked(folder: str | Path) -> int:
     Raises:
         OSError: Another process has locked it, or it is gone.
     """
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         lock_file(descriptor)
         os.stat(folder)
