@@ -7,7 +7,7 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -528,17 +528,19 @@ def test_what_only_the_parent_may_send_to_a_worker_is_refused(server: PoolServer
 @pytest.mark.parametrize(
     "form",
     [
-        FormGroup(1, 0, 2, "gloo", "127.0.0.1", 1.0),
-        FormGroup(3 * SPAN, 0, 2, "gloo", "127.0.0.1", 1.0),
-        FormGroup(SPAN, 1, 2, "gloo", "127.0.0.1", 1.0),
-        FormGroup(SPAN, 0, 2, "client", "127.0.0.1", 1.0),
+        lambda own: FormGroup(1, 0, 2, "gloo", "127.0.0.1", 1.0),
+        lambda own: FormGroup(own + 2 * SPAN, 0, 2, "gloo", "127.0.0.1", 1.0),
+        lambda own: FormGroup(own, 1, 2, "gloo", "127.0.0.1", 1.0),
+        lambda own: FormGroup(own, 0, 2, "client", "127.0.0.1", 1.0),
     ],
     ids=["the parent's number", "another child's number", "no first rank", "for sums at the client"],
 )
-def test_a_group_of_others_or_for_something_else_is_refused(server: PoolServer, form: FormGroup) -> None:
+def test_a_group_of_others_or_for_something_else_is_refused(
+    server: PoolServer, form: Callable[[int], FormGroup]
+) -> None:
     with attached(server) as pool:
         with pytest.raises(UsageError, match="group"):
-            pool.post(0, [form], answer=True).result(WITHIN_S)
+            pool.post(0, [form(pool.first_number)], answer=True).result(WITHIN_S)
         group = pool.form_group((0, 1), "workers")
         pool.leave_group(group, (0, 1))
 

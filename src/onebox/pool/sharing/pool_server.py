@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import os
 import socket
@@ -107,7 +106,6 @@ class PoolServer:
         self._folder.close()
 
     def _accept(self) -> None:
-        numbers = itertools.count(1)
         while not self.closed:
             try:
                 connection, _ = self._socket.accept()
@@ -116,7 +114,7 @@ class PoolServer:
                     _LOG.warning("a child process cannot be let in: %s", error)
                     time.sleep(_AGAIN_S)
                 continue
-            child = _Child(self, next(numbers), connection)
+            child = _Child(self, next(self.pool.child_numbers), connection)
             if len(self.children) < _CHILDREN:
                 self.children[child.number] = child
                 child.start()
