@@ -441,7 +441,7 @@ class Workers:
         share; nor for one for which it forks none that works."""
         if status is not None and -status in CRASHES:
             why = f"a worker ended by {signal.Signals(-status).name}"
-        elif worker.forked and worker.ports_found is None and not crew.ending and not crew.failed:
+        elif (status or 0) > 0 and worker.forked and worker.ports_found is None and not crew.ending and not crew.failed:
             why = "a forked worker ended as it started"
         else:
             return

@@ -192,7 +192,10 @@ def test_nothing_is_left_of_processes_that_are_killed_at_random_moments(scene: S
     kinds = [KINDS[number % len(KINDS)] for number in range(count)]
     draw.shuffle(kinds)
     for kind in kinds:
-        found = until(lambda: scene.find(kind), within_s=WAIT_S)  # noqa: B023 - it is called at once
+        try:
+            found = until(lambda: scene.find(kind), within_s=WAIT_S)  # noqa: B023 - it is called at once
+        except AssertionError as error:
+            raise AssertionError(f"no {kind}, but {scene.family()}") from error
         time.sleep(draw.uniform(0, MOST_S))
         scene.kill(found)
     rounds = scene.rounds()

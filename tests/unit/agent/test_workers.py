@@ -188,7 +188,7 @@ def test_the_client_of_a_worker_that_crashed_imports_alone_and_no_other(fakes: l
         news = workers.attend({worker.descriptor}, 2.0)
         signals = {-11: "SIGSEGV", -6: "SIGABRT", -7: "SIGBUS", -4: "SIGILL"}
         why = f"a worker ended by {signals[status]}" if status in signals else ""
-        why = why or ("a forked worker ended as it started" if when == "starts" else "")
+        why = why or ("a forked worker ended as it started" if when == "starts" and status == 1 else "")
         assert [each.why for each in news if isinstance(each, ClientImportsAlone)] == ([why] if why else []), status
         assert workers.start(2, [SHARE], "ana", new_keys().public, 1.0, 3.0) is None
         assert workers.start(3, [SHARE], "bob", new_keys().public, 1.0, 3.0) is None
