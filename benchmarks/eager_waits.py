@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import onebox
 from onebox.vgpu.runtime.context import current_context
+from tests.kit.slow_channel import slow_channel
 
 LATER = 5
 """Steps that are measured after the first."""
@@ -144,7 +145,7 @@ def measure_waits(pool: str, latency_s: float) -> dict[str, Waits]:
         latency_s: Seconds that each message takes in addition, each way.
     """
     data = host_batches(2, BATCH)
-    with onebox.open(pool, threads=1, channel_latency_s=latency_s) as opened:
+    with slow_channel(latency_s), onebox.open(pool, threads=1) as opened:
         return {name: _measure(step, data) for name, step in kinds("vgpu:0", f"vgpu:{len(opened) - 1}").items()}
 
 

@@ -5,7 +5,7 @@ Each part is measured at several sizes, and the exponent of its growth is fitted
 
 - ``start``: a script that imports PyTorch under ``onebox run`` with two workers, over plain Python.
 - ``workers``: seconds until a pool of emulated workers of this machine is open, in a process that has PyTorch imported
-  and no fork server yet; milliseconds of the client's processor for a step of a small model over them, by all of its
+  and no zygote yet; milliseconds of the client's processor for a step of a small model over them, by all of its
   threads; and one way of a short message between two CPU workers of this machine, by the pool's own measurement.
 - ``plans``: seconds of one core for a search, and the least step that any plan can have over that of its plan
   (``growth_plans.py``).

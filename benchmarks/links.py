@@ -27,7 +27,7 @@ import torch.distributed as dist
 from common import finish, show, spread
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from onebox.pool.launch.fork_server import worker_environment
+from onebox.pool.launch.zygotes import worker_environment
 from onebox.wire import TensorSpec, spec_of
 from onebox.wire.protocol.groups import FormGroup
 from onebox.worker.accelerator import accelerator_for

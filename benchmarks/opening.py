@@ -1,8 +1,8 @@
 """How long does it take to open a pool of this machine, and how much of the processors?
 
-To import torch is nearly all of what a worker's start takes. A fork server does it once and forks the workers; here
+To import torch is nearly all of what a worker's start takes. A zygote does it once and forks the workers; here
 that is compared with workers that are started from nothing, in turn, in one process. The first pool of a process is
-the one that starts the fork server; those after it find it there.
+the one that starts the zygote; those after it find it there.
 
 The second table is what a worker's first optimizer takes, to be made and to step once: by the class of ``torch.optim``,
 which imports PyTorch's compiler, and by what a worker makes of it, which does not; each in a process of its own, in
@@ -27,9 +27,9 @@ from common import finish, show, spread
 
 from onebox.pool import open_pool
 from onebox.pool.backends import local
-from onebox.pool.launch.fork_server import OWN, ForkServers
+from onebox.pool.launch.zygotes import OWN, Zygotes
 
-SIDES = ("from nothing", "first, by a fork server", "by a fork server")
+SIDES = ("from nothing", "first, by a zygote", "by a zygote")
 
 OPTIMIZERS = {"torch.optim": "torch.optim.AdamW", "a worker's": 'without_compiler("AdamW")'}
 """What makes an optimizer, by whose it is."""
@@ -116,16 +116,16 @@ def show_commands(rounds: int) -> dict[str, float]:
 def measure(workers: int) -> dict[str, tuple[float, float]]:
     """Open a pool in each way; return seconds until it is open, and processor time of all processes."""
     own: Any = local
-    fork_servers = ForkServers()
+    zygotes = Zygotes()
     try:
         found = {}
-        for side, spawner in zip(SIDES, (None, fork_servers, fork_servers), strict=True):
+        for side, spawner in zip(SIDES, (None, zygotes, zygotes), strict=True):
             own.OWN = spawner
             found[side] = opened(workers)
         return found
     finally:
         own.OWN = OWN
-        fork_servers.close()
+        zygotes.close()
 
 
 def opened(workers: int) -> tuple[float, float]:

@@ -10,6 +10,8 @@ belongs to no argument (see ``guarded_memory.py``):
   outside (``canaries_changed``);
 - results that depend on the words are a read outside, or of memory that nobody had written (``foreign_reads``).
 
+With ``--kind`` only operators are called that run without rules, as their kind needs none (``operator_kinds.txt``).
+
 With ``--racing`` another process changes elements of the tensors all the while, as a worker of the same group can do
 with tensors that it has lent; a read outside is then one whose results contain such a word.
 
@@ -77,7 +79,8 @@ from onebox.worker.memory.shared import LENT_STORAGES
 from onebox.worker.programs.interpreter import CompiledProgram, OperatorFailed
 from onebox.worker.programs.kernels import CompiledKernel, flatten, strided_of, written_inputs
 from onebox.worker.progress import WorkerProgress
-from onebox.worker.sandbox.allow_list import EAGER, PROGRAMS, pinned_names
+from onebox.worker.sandbox.allow_list import EAGER, PROGRAMS, kinds, pinned_names
+from onebox.worker.sandbox.argument_rules import kind_of
 
 VARIANTS = 4
 """Calls of what is compiled for one of them."""
@@ -898,6 +901,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no batch of calls after so long")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", action="append", default=[], metavar="OPERATOR", help="such as aten.add.Tensor")
+    parser.add_argument("--kind", action="append", default=[], help="operators of a kind that needs no rules, or 'all'")
     parser.add_argument("--round", type=int, help="only this round of each operator")
     parser.add_argument("--patience", type=int, default=20, help="crashes or slow calls until an operator is left out")
     parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
@@ -908,6 +912,9 @@ def main() -> None:
     parser.add_argument("--no-database", action="store_true", help="start from calls of examples and random ones only")
     options = parser.parse_args()
     entries = all_entries(options.only, direct=options.direct)
+    if options.kind:
+        wanted = set(kinds().values()) if "all" in options.kind else set(options.kind)
+        entries = [entry for entry in entries if kind_of(overload(entry.name)) in wanted]
     if not entries:
         parser.error("no such operator is on a list")
     if options.share is not None:

@@ -24,6 +24,9 @@ RESIZED = 0.06
 """Share of calls in which a size is another one everywhere, as of a batch without samples: few kernels refuse that, and
 some divide by the size, or leave results unwritten."""
 
+MISPLACED = 0.1
+"""Share of calls with tensors of integers in which some of these are places just outside of a tensor, or far away."""
+
 UNRELATED = 0.05
 """Share of calls whose arguments only have the types of the schema."""
 
@@ -55,6 +58,8 @@ def mutate(base: Sequence[Call], rng: random.Random) -> Call:
     draft = _Draft(call, rng)
     if rng.random() < EXTREME:
         draft.extremes()
+    if rng.random() < MISPLACED and draft.misplace():
+        return draft.call()
     if rng.random() < RESIZED:
         draft.resize()
         if rng.random() < 0.5:
@@ -131,6 +136,24 @@ class _Draft:
         self._images = [_extreme(image, self._rng) for image in self._images]
         self._args = [_extreme_scalar(value, self._rng) for value in self._args]
         self._kwargs = {key: _extreme_scalar(value, self._rng) for key, value in self._kwargs.items()}
+
+    def misplace(self) -> bool:
+        """Put places outside of the tensors into one of integers, if there is one, and change nothing else."""
+        places = [place for place, image in enumerate(self._images) if "int" in image.dtype and image.data]
+        if not places:
+            return False
+        place = self._rng.choice(places)
+        sizes = {size for image in self._images for size in (*image.shape, prod(image.shape))}
+        outside = [*sizes, *(size + 1 for size in sizes), *(-size - 1 for size in sizes), 1 << 31, 1 << 40, -(1 << 40)]
+        image = self._images[place]
+        width = ITEM_BYTES[image.dtype]
+        count = len(image.data) // width
+        number = self._rng.choice(sorted(outside)) & ((1 << 8 * width) - 1)
+        element, at = number.to_bytes(width, "little"), self._rng.randrange(count) * width
+        whole = self._rng.random() < 0.3
+        data = element * count if whole else image.data[:at] + element + image.data[at + width :]
+        self._images[place] = Image(image.dtype, image.shape, image.strides, data)
+        return True
 
     def resize(self) -> None:
         """Change a size of some tensor in all tensors that have it, and where it is a number."""

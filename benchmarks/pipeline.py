@@ -8,13 +8,13 @@ than the theory of a single one says.
 - ``real``: two stages' worth of devices, one core each, real work in float32. The ceiling is what both cores do when
   each trains the whole model for itself in plain PyTorch. ``real_vs_torch`` is the throughput of the best of our
   schedules over that of the best of theirs, the least over the models.
-- ``equal``: 4 and 8 emulated equal devices: forward, input gradient and weight gradient of each take the same time,
-  slept. Our workers run ahead of their devices, as of GPUs: what a worker does while its device is busy takes none of
-  the device's time. The processes of the other side do nothing else while they sleep. The bubble is the part of the
-  devices' time that isn't work. ``bubble_over_theory_4`` and ``_8`` are measured bubble over that of theory for 1F1B,
-  whose theory is exact; the table has the other schedules, too. Schedules whose theory has next to no bubble (``zbv``)
-  are compared by step time instead. ``equal_vs_torch`` is the step time of the best of our schedules over that of the
-  best of theirs, the worse of 4 and 8 devices.
+- ``equal``: 4 and 8 emulated equal devices: forward, input gradient and weight gradient of each take the same time, on
+  our side on the devices' clocks. What our workers do takes none of the devices' time unless it delays an answer, as
+  where hosts run ahead of GPUs. The processes of the other side sleep so long, and do nothing else meanwhile. The
+  bubble is the part of the devices' time that isn't work. ``bubble_over_theory_4`` and ``_8`` are measured bubble over
+  that of theory for 1F1B, whose theory is exact; the table has the other schedules, too. Schedules whose theory has
+  next to no bubble (``zbv``) are compared by step time instead. ``equal_vs_torch`` is the step time of the best of our
+  schedules over that of the best of theirs, the worse of 4 and 8 devices.
 - ``uneven``: 4 emulated devices of speeds 1, 1, 0.5 and 0.25 with one slow link: throughput of the plan that the
   planner finds over that of even cuts under GPipe and under 1F1B.
 """

@@ -17,6 +17,7 @@ import onebox
 from onebox.wire import spec_of, to_frame
 from onebox.wire.protocol.instructions import Get
 from onebox.wire.protocol.requests import Put
+from tests.kit.slow_channel import slow_channel
 
 WITHOUT = {"encryption": "not encrypted", "acknowledgement": "not acknowledged"}
 STEPS = {"cnn": 2, "mlp": 12}
@@ -153,19 +154,17 @@ def train_far(name: str, rounds: Iterable[int]) -> tuple[list[float], list[float
     data = batches(8, BATCH)
     loss = nn.functional.cross_entropy
     times: dict[float, list[float]] = {0.0: [], FAR_S: []}
-    with (
-        onebox.open("cpu", threads=1, channel_latency_s=FAR_S) as pool,
-        onebox.Trainer(model, loss, optimizer, pool=pool, engine=onebox.Engine(trace=False)) as trainer,
-    ):
-        board = pool._client_loop
-        for latency_s in (each for _ in itertools.chain([-1], rounds) for each in times):
-            board._outbox.latency_s = board._inbox.latency_s = latency_s
-            for step in range(FILLING + FAR_STEPS[name]):
-                trainer.step(*data[step % len(data)])  # returns when an earlier one has been answered
-                if step == FILLING - 1:
-                    begin = time.perf_counter()
-            times[latency_s].append((time.perf_counter() - begin) / FAR_STEPS[name] * 1e3)
-            trainer.wait()
+    with slow_channel(FAR_S) as channel, onebox.open("cpu", threads=1) as pool:
+        pool.round_trip_s = 2 * FAR_S
+        with onebox.Trainer(model, loss, optimizer, pool=pool, engine=onebox.Engine(trace=False)) as trainer:
+            for latency_s in (each for _ in itertools.chain([-1], rounds) for each in times):
+                channel.latency_s = latency_s
+                for step in range(FILLING + FAR_STEPS[name]):
+                    trainer.step(*data[step % len(data)])  # returns when an earlier one has been answered
+                    if step == FILLING - 1:
+                        begin = time.perf_counter()
+                times[latency_s].append((time.perf_counter() - begin) / FAR_STEPS[name] * 1e3)
+                trainer.wait()
     return times[0.0][1:], times[FAR_S][1:]
 
 

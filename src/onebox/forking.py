@@ -1,4 +1,4 @@
-"""Fork servers: processes with one thread that fork others on request; those of workers, and of a feed's stages.
+"""Fork servers: processes with one thread that fork others on request; zygotes, and those of a feed's stages.
 
 A process that runs other threads cannot be forked safely: the fork has only the forking thread, and locks that others
 held stay locked in it. So a fork server is started, by whatever means, before there are threads, or from scratch; it
@@ -44,6 +44,10 @@ SPAWN_S = 20.0
 _STATUS_S = 5.0
 """Bound of the time in which a fork server reports an exit status after the end of the process."""
 
+_ORPHANS_S = 0.2
+"""Bound of the time in which a fork server ends what one of its processes has left."""
+
+_ORPHANS_POLL_S = 1e-3
 _STATUS_BYTES = 4
 _PR_SET_PDEATHSIG = 1
 _PR_SET_DUMPABLE = 4
@@ -67,10 +71,16 @@ class SpawnRequest(Struct, frozen=True, forbid_unknown_fields=True, tag="spawn")
     Args:
         number: Number of the request, repeated in the reply.
         cores: Cores that it may use; empty for those of the fork server.
+        user: Id of the user that it takes; ``None`` for that of the fork server.
+        group: Id of its group, where it takes a user.
+        groups: Ids of its further groups.
     """
 
     number: int
     cores: tuple[int, ...] = ()
+    user: int | None = None
+    group: int = 0
+    groups: tuple[int, ...] = ()
 
 
 class ForkServerReady(Struct, frozen=True, forbid_unknown_fields=True, tag="ready"):
@@ -184,6 +194,16 @@ def adopt_orphans() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, ctypes.c_ulong(1), 0, 0, 0)
 
 
+def _own_children() -> set[int]:
+    """Return the ids of this process's children; none where the kernel does not list them."""
+    me = os.getpid()
+    try:
+        with open(f"/proc/{me}/task/{me}/children", "rb") as found:
+            return set(map(int, found.read().split()))
+    except OSError:
+        return set()
+
+
 @dataclass(frozen=True)
 class _Child:
     """A running process, and the pipe for its exit status."""
@@ -200,23 +220,33 @@ class ForkServer:
         client: A descriptor of the client's process.
         descriptors: Number of descriptors that come with a request, with the pipe for the exit status.
         idle_s: Idle time without a process after which it ends; ``None`` for no end.
+        users: Whether each process takes a user of its own, which is not root; none does otherwise.
     """
 
-    def __init__(self, channel: socket.socket, client: int, descriptors: int, *, idle_s: float | None = None) -> None:
+    def __init__(
+        self,
+        channel: socket.socket,
+        client: int,
+        descriptors: int,
+        *,
+        idle_s: float | None = None,
+        users: bool = False,
+    ) -> None:
         self._channel = channel
         self._client = client
         self._descriptors = descriptors
+        self._users = users
         self._idle_s = idle_s
         self._children: dict[int, _Child] = {}  # by process descriptor
         self._poll = select.poll()
         for each in (channel.fileno(), client):
             self._poll.register(each, select.POLLIN)
 
-    def serve(self) -> list[int] | None:
-        """Serve until the client has ended or there has been no process for a while.
+    def serve(self) -> tuple[SpawnRequest, list[int]] | None:
+        """Serve until the client has closed its end or has ended, or there has been no process for a while.
 
         Returns:
-            In a forked process the descriptors of its request, which it owns; ``None`` at the end of the fork server.
+            In a forked process its request, and the descriptors that came with it, which it owns; ``None`` otherwise.
         """
         with contextlib.suppress(OSError):  # the client has ended, which the first read reports
             self._channel.send(encode(ForkServerReady()))
@@ -235,8 +265,19 @@ class ForkServer:
                 )
                 if not packet:
                     return None
-                if self._spawn(packet, descriptors):
-                    return descriptors[:-1]
+                request = self._spawn(packet, descriptors)
+                if request is not None:
+                    return request, descriptors[:-1]
+
+    def outlast_children(self) -> None:
+        """Report the ends of the processes, once the client has closed its end of the socket, until there is none or
+        the client has ended."""
+        self._poll.unregister(self._channel)
+        while self._children:
+            for descriptor, _ in self._poll.poll():
+                if descriptor == self._client:
+                    return
+                self._report_exit(descriptor)
 
     def kill_children(self) -> None:
         """Kill all processes, and wait for their end; one that does not end in time is left to the system."""
@@ -247,15 +288,15 @@ class ForkServer:
             if has_ended(descriptor, max(0.0, end_s - time.monotonic())):
                 self._report_exit(descriptor)
 
-    def _spawn(self, packet: bytes, descriptors: list[int]) -> bool:
-        """Handle a request; return whether this process is the fork."""
+    def _spawn(self, packet: bytes, descriptors: list[int]) -> SpawnRequest | None:
+        """Handle a request; return it if this process is the fork."""
         try:
             request = _requests.decode(packet)
         except msgspec.DecodeError as error:
             _close(descriptors)
             self._reply(SpawnRefused(0, f"this is no request for a process: {error}"))
-            return False
-        why = self._obstacle(descriptors)
+            return None
+        why = self._obstacle(request, descriptors)
         process = -1
         if not why:
             try:
@@ -265,19 +306,21 @@ class ForkServer:
         if why:
             _close(descriptors)
             self._reply(SpawnRefused(request.number, why))
-            return False
+            return None
         if not process:
             self._leave(request, descriptors[-1])
-            return True
+            return request
         descriptor = os.pidfd_open(process)
         self._children[descriptor] = _Child(process, descriptors[-1])
         self._poll.register(descriptor, select.POLLIN)
         _close(descriptors[:-1])
         self._reply(Spawned(request.number, process), descriptor)
-        return False
+        return None
 
-    def _obstacle(self, descriptors: list[int]) -> str:
+    def _obstacle(self, request: SpawnRequest, descriptors: list[int]) -> str:
         """Return the reason that no process can be forked; empty if there is none."""
+        if self._users != (request.user is not None) or request.user == 0:
+            return f"{request.user} is no user for a process of this fork server"
         if len(descriptors) != self._descriptors:
             return f"{len(descriptors)} descriptors came with the request, which takes {self._descriptors}"
         threads = len(os.listdir("/proc/self/task"))
@@ -296,13 +339,26 @@ class ForkServer:
                 os.sched_setaffinity(0, request.cores)
 
     def _report_exit(self, descriptor: int) -> None:
-        """Report the exit status of a process, once it has ended."""
+        """Report the exit status of a process that has ended, once nothing is left of what it has started."""
         child = self._children.pop(descriptor)
         self._poll.unregister(descriptor)
         _, status = os.waitpid(child.process, 0)
+        self._end_orphans()
         with contextlib.suppress(OSError):  # the reader has gone
             os.write(child.status, pack_status(os.waitstatus_to_exitcode(status)))
         _close([descriptor, child.status])
+
+    def _end_orphans(self) -> None:
+        """Kill and reap the children of this process that it has not forked itself: it has adopted them from processes
+        that have ended, if it does (:func:`adopt_orphans`). Those of other users are left to whoever may end them."""
+        known = {child.process for child in self._children.values()}
+        end_s = time.monotonic() + _ORPHANS_S
+        while (orphans := _own_children() - known) and time.monotonic() < end_s:
+            for orphan in orphans:
+                with contextlib.suppress(PermissionError):
+                    os.kill(orphan, signal.SIGKILL)  # its number stays its own until it is reaped here
+                os.waitpid(orphan, os.WNOHANG)
+            time.sleep(_ORPHANS_POLL_S)
 
     def _reply(self, reply: Spawned | SpawnRefused, *descriptors: int) -> None:
         with contextlib.suppress(OSError):  # the client has ended, which the next read reports
@@ -393,6 +449,11 @@ class ForkServerClient:
         """A descriptor that is readable when the fork server has sent a message, or has ended."""
         return self._channel.fileno()
 
+    @property
+    def ready(self) -> bool:
+        """True once it has been found to accept requests."""
+        return self._ready
+
     def wait_ready(self, timeout_s: float) -> bool:
         """Wait until the fork server accepts requests; return whether it did in that time.
 
@@ -404,13 +465,19 @@ class ForkServerClient:
             return self._await_ready(time.monotonic() + timeout_s)
 
     def spawn(
-        self, descriptors: Sequence[int], *, cores: Sequence[int] = (), within_s: float = SPAWN_S
+        self,
+        descriptors: Sequence[int],
+        *,
+        cores: Sequence[int] = (),
+        user: tuple[int, int, tuple[int, ...]] | None = None,
+        within_s: float = SPAWN_S,
     ) -> ForkedProcess:
         """Fork a process.
 
         Args:
             descriptors: Descriptors for it, which stay open here.
             cores: Cores that it may use; empty for those of the fork server.
+            user: Ids of the user, group and further groups that it takes; those of the fork server where ``None``.
             within_s: Bound of the fork once the server is ready.
 
         Raises:
@@ -422,7 +489,9 @@ class ForkServerClient:
             with self._lock:
                 if not self._await_ready(time.monotonic() + READY_S):
                     raise SpawnFailed(f"it is not ready after {READY_S:.0f} s{self.last_words()}")
-                return ForkedProcess(*self._request((*descriptors, reported), cores, within_s), status)
+                self._number += 1
+                request = SpawnRequest(self._number, tuple(cores), *(user or ()))
+                return ForkedProcess(*self._request(request, (*descriptors, reported), within_s), status)
         except BaseException:
             os.close(status)
             raise
@@ -443,11 +512,10 @@ class ForkServerClient:
         """Return the output of a fork server that fails, for a message."""
         return ""
 
-    def _request(self, descriptors: Sequence[int], cores: Sequence[int], within_s: float) -> tuple[int, int]:
+    def _request(self, request: SpawnRequest, descriptors: Sequence[int], within_s: float) -> tuple[int, int]:
         """Request a process; return its id and a pidfd."""
-        self._number += 1
         try:
-            socket.send_fds(self._channel, [encode(SpawnRequest(self._number, tuple(cores)))], descriptors)
+            socket.send_fds(self._channel, [encode(request)], descriptors)
         except OSError as error:
             raise ForkServerEnded(str(error)) from None
         end_s = time.monotonic() + within_s
@@ -455,10 +523,10 @@ class ForkServerClient:
             reply, given = self._receive(end_s)
             if reply is None:
                 raise SpawnFailed(f"nothing was forked within {within_s:g} s")
-            if isinstance(reply, Spawned) and reply.number == self._number and len(given) == 1:
+            if isinstance(reply, Spawned) and reply.number == request.number and len(given) == 1:
                 return reply.process, given[0]
             _close(given)  # of the reply to a request that was interrupted
-            if isinstance(reply, SpawnRefused) and reply.number == self._number:
+            if isinstance(reply, SpawnRefused) and reply.number == request.number:
                 raise SpawnFailed(reply.why)
 
     def _await_ready(self, end_s: float) -> bool:

@@ -4,7 +4,7 @@ To import these is most of the work of a short program. What is started here is 
 with its own standard streams, folder, environment and signals, and runs what ``python FILE``, ``python -m MODULE`` or
 ``python -c TEXT`` would; a program that is to differ in what is read before the first import is started as usual.
 
-A module or text that is run has a process of its own to fork as well, for the fork servers and single workers that it
+A module or text that is run has a process of its own to fork as well, for the zygotes and single workers that it
 starts. Those of tests themselves, of files and of the hosts of ``tests/net`` are started as a user's are.
 """
 
@@ -42,7 +42,7 @@ _SUBREAPER = 36  # of prctl(2)
 _PREFIXES = ("ATEN_", "DNNL_", "GOMP_", "KMP_", "LD_", "MALLOC_", "MKL_", "OMP_", "ONEDNN_", "OPENBLAS_", "TORCH")
 _THREADS = "OMP_NUM_THREADS"
 """What libraries are told of threads when they are loaded: there is a process to fork for each value of it."""
-_SERVICES = ("onebox.worker", "onebox.worker.process.fork_server", "onebox.worker.process.zygote")
+_SERVICES = ("onebox.worker", "onebox.worker.process.zygote")
 """What programs start by themselves."""
 _MALLOPT = {"MALLOC_TRIM_THRESHOLD_": -1, "MALLOC_TOP_PAD_": -2, "MALLOC_MMAP_THRESHOLD_": -3}
 """Variables that are read when a process starts, and what ``mallopt(3)`` calls them."""
@@ -284,8 +284,8 @@ def _become(wish: dict[str, Any], streams: Sequence[int]) -> Callable[[], None]:
 
 def _fork_for_services() -> Callable[[], None] | None:
     """Fork what the services of this program are forks of; return what runs there, and ``None`` in the program."""
-    import onebox.pool.launch.fork_server
     import onebox.pool.launch.worker_process
+    import onebox.pool.launch.zygotes
 
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     me = os.pidfd_open(os.getpid())
@@ -295,7 +295,7 @@ def _fork_for_services() -> Callable[[], None] | None:
         _STARTERS[os.environ.get(_THREADS)].adopt(ours)
         atexit.register(ours.close)
         names = {**vars(subprocess), "Popen": Popen}
-        for module in (onebox.pool.launch.fork_server, onebox.pool.launch.worker_process):
+        for module in (onebox.pool.launch.zygotes, onebox.pool.launch.worker_process):
             module.subprocess = types.SimpleNamespace(**names)  # type: ignore[attr-defined]
         return None
     ours.close()

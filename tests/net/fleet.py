@@ -134,16 +134,14 @@ class Fleet:
         return (self.folder / f"{name}.out").read_text()
 
     def told(self, name: str, since: int = 0) -> list[str]:
-        """Return the events of an agent's journal, those apart that a test knows already, and those of fork servers
-        that are kept for a client's next lease, which come and end at any time."""
+        """Return the events of an agent's journal, those apart that a test knows already."""
         lines = (self.folder / f"{name}.jsonl").read_text().splitlines()
-        events = [json.loads(line)["event"] for line in lines]
-        return [event for event in events if not event.startswith("fork-server-")][since:]
+        return [json.loads(line)["event"] for line in lines][since:]
 
     def workers(self, name: str) -> list[int]:
-        """Return the processes on a host besides its agent, its zygotes and fork servers."""
+        """Return the processes on a host besides its agent and its zygotes."""
         others = [process for process in self.network[name].processes() if process != self.agents[name].pid]
-        return [process for process in others if _name(process) not in ("onebox-fork-srv", "onebox-zygote")]
+        return [process for process in others if _name(process) != "onebox-zygote"]
 
     @contextlib.contextmanager
     def keys_of(self, name: str) -> Iterator[None]:

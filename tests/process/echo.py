@@ -12,7 +12,6 @@ from onebox.wire import TensorSpec
 from onebox.wire.protocol.groups import FormGroup
 from onebox.worker.accelerator import accelerator_for
 from onebox.worker.comm.api import RankLost
-from onebox.worker.comm.emulated_links import EmulatedLinks
 from onebox.worker.comm.shm.group import ShmGroup
 from onebox.worker.comm.shm.rendezvous import find_shm_peers
 from onebox.worker.progress import WorkerProgress
@@ -55,9 +54,7 @@ class Folder:
 def join(folder: Path, rank: int) -> ShmGroup:
     """Join a group of two."""
     form = FormGroup(1, rank, 2, "tcp", "127.0.0.1", 60.0, True)
-    return ShmGroup(
-        form, find_shm_peers(form, Folder(folder)), accelerator_for("cpu"), WorkerProgress(), EmulatedLinks()
-    )
+    return ShmGroup(form, find_shm_peers(form, Folder(folder)), accelerator_for("cpu"), WorkerProgress())
 
 
 def to_text(spec: TensorSpec | None) -> torch.Tensor:

@@ -240,11 +240,11 @@ def test_what_cannot_be_planned_is_data_parallel_by_default(
 
 
 def test_a_data_parallel_row_over_a_slow_link_is_predicted_as_it_runs() -> None:
-    """The time is that of the link, which an emulated one keeps on a busy machine, too; hence the bound of a half."""
+    """The time is that of the link, which an emulated one keeps on a busy machine, too."""
     slow = onebox.Link(latency_s=2e-3, bandwidth_bps=1e6)
     model = nn.Sequential(nn.Linear(128, 256), nn.Tanh(), nn.Linear(256, 128))
     x, y = torch.ones(64, 128), torch.zeros(64, 128)
-    with onebox.open("cpu*2", threads=1, links={(0, 1): slow}) as pool:
+    with onebox.open("sim*2", threads=1, links={(0, 1): slow}) as pool:
         found = onebox.make_plan(model, nn.functional.mse_loss, sgd(model), x, y, pool=pool, budget_s=1.0)
         (row,) = [one for one in found.result.candidates if one.label == "data parallel, equal shares"]
         assert not row.refused and row.step_s > 0.25, "265 kB of gradients at 1 MB/s"

@@ -21,9 +21,10 @@ from onebox.errors import DeviceMemoryError, UsageError
 from onebox.plan import Plan, Stage
 from onebox.plan.evaluate.lossy import with_codecs
 from onebox.plan_names import GradientCodec
-from onebox.pool import Fault, Link, open_pool, raise_first
+from onebox.pool import Fault, open_pool, raise_first
 from onebox.wire.protocol.instructions import Ask
 from onebox.wire.protocol.responses import Digest, WorkerMemory
+from tests.kit.hosts import believe_slow, sum_in_hosts_first
 from tests.kit.models import CASES, OPTIMIZERS
 from tests.kit.pools import Pools
 from tests.kit.reference import CODE_BLOCK, Outcome, assert_same, call, clipped, coded, sizes_of, state_of, train
@@ -489,9 +490,10 @@ def test_the_planner_measures_encoding_and_chooses_by_the_link(tmp_path: Path, m
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     batch = torch.ones(16, 512), torch.zeros(16, 4)
     plan = Plan.data_parallel((0, 1), (1.0, 1.0), micro_batch=8)
-    for bandwidth_bps, expected in ((1e6, ("int8",)), (None, ())):
-        slow = {pair: Link(latency_s=1e-4, bandwidth_bps=bandwidth_bps) for pair in ((0, 1), (1, 0)) if bandwidth_bps}
-        with onebox.open("cpu*2", threads=1, links=slow) as pool:
+    for bandwidth_bps, expected in ((None, ()), (1e6, ("int8",))):
+        with onebox.open("cpu*2", threads=1) as pool:
+            if bandwidth_bps:
+                believe_slow(pool, latency_s=1e-4, bandwidth_bps=bandwidth_bps)
             planned = onebox.make_plan(
                 model, nn.functional.mse_loss, optimizer, *batch, pool=pool, lossy=("gradients",), budget_s=1.0
             )
@@ -601,12 +603,11 @@ def test_powersgd_is_that_of_its_paper(pools: Pools, monkeypatch: pytest.MonkeyP
     assert summed.compressed == {"2.weight"}
 
 
-def test_hosts_sum_exactly_before_they_exchange() -> None:
+def test_hosts_sum_exactly_before_they_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only one worker of each host encodes; the others receive its bits."""
-    slow = Link(latency_s=1e-3, bandwidth_bps=50e6)
-    links = {(a, b): slow for a in range(4) for b in range(4) if a // 2 != b // 2}
+    sum_in_hosts_first(monkeypatch, (0, 1), (2, 3))
     plan = lossy(replicas(4), "int8")
-    with onebox.open("cpu*4", threads=1, links=links) as pool:
+    with onebox.open("cpu*4", threads=1) as pool:
         found = run(pool, "mlp", plan, SIZES, optimizer="sgd", **LOSSY)
     buckets = [(0, MLP, PlainSum("int8", 2))]
     assert_alike(found, plain("mlp", plan, buckets, groups=[[0, 1], [2, 3]]))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,7 +17,6 @@ from onebox.engine.workload.captures import Captures
 from onebox.errors import UsageError
 from onebox.plan import ASYNC, Action, Plan, Stage
 from onebox.plan.model.schedule import Kind
-from onebox.pool import Link
 from onebox.wire.protocol.requests import Define, Instruction, Routine, StoredProgram
 from tests.kit.models import CASES, OPTIMIZERS
 from tests.kit.pools import untouched
@@ -196,16 +194,15 @@ def test_versions_of_weights_move_with_what_is_stepped(pool: onebox.Pool, delay:
 
 @pytest.mark.parametrize(("delay", "optimizer"), [("none", "sgd"), ("predict", "sgd"), ("both", "adamw")])
 def test_versions_of_weights_move_with_shared_out_states_too(pool: onebox.Pool, delay: str, optimizer: str) -> None:
-    """Also where what owners hand out is under way for longer than a step takes."""
+    """Also where what one owner hands out comes long after a step of the others."""
     late: dict[str, Any] = {"schedule": "async-1f1b", "optimizer": "sharded"}
     plan, others = (staged("unet", places, **late) for places in (((0, 1), (2, 3)), ((2, 1), (0, 3))))
     more = {"optimizer": optimizer, "staleness": 1, "delay": delay, "warm_up": 1}
     whole = trained(pool, "unet", plan, {}, **more)
     changes = {2: others, 4: moved(others, 0, -1), 5: plan}
     assert_same_bits(trained(pool, "unet", plan, changes, **more), whole)
-    slow = dict.fromkeys(itertools.combinations(range(4), 2), Link(latency_s=0.1))
-    with onebox.open("cpu*4", threads=1, links=slow) as far:
-        assert_same_bits(trained(far, "unet", plan, changes, **more), whole)
+    with onebox.open("cpu*3,cpu@0.1", threads=1) as uneven:
+        assert_same_bits(trained(uneven, "unet", plan, changes, **more), whole)
 
 
 @pytest.mark.parametrize("warm_up", [0, 3])

@@ -66,7 +66,7 @@ def test_over_a_slow_link_each_way_to_train_pays_more_than_the_one_before() -> N
     model = nn.Sequential(nn.Linear(16, 512), nn.Tanh(), nn.Linear(512, 512), nn.Tanh(), nn.Linear(512, 8))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     inputs, targets = torch.randn(4096, 16), torch.randn(4096, 8)
-    with onebox.open("cpu*2", threads=1, links=links) as pool:
+    with onebox.open("sim*2", threads=1, links=links) as pool:
         found = onebox.make_plan(
             *(model, nn.functional.mse_loss, optimizer, inputs, targets),
             pool=pool,

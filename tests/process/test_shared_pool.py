@@ -7,8 +7,9 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import psutil
@@ -18,10 +19,11 @@ from onebox.errors import OneboxError, PoolError, UsageError
 from onebox.pool import Pool
 from onebox.pool.sharing import AttachedPool, PoolServer, pool_server
 from onebox.pool.sharing.message_stream import MessageStream
-from onebox.pool.sharing.messages import Post, encode_message
-from onebox.wire import TensorSpec
+from onebox.pool.sharing.messages import SPAN, Claim
+from onebox.wire import TensorSpec, encode
+from onebox.wire.protocol.groups import FormGroup, Rendezvous, TicketCancelled
 from onebox.wire.protocol.instructions import Free, Get
-from onebox.wire.protocol.requests import Put
+from onebox.wire.protocol.requests import Envelope, FreeRange, Put, ReadClock, Shutdown
 from tests.kit.pools import Pools
 from tests.kit.waiting import until
 from tests.process.cli.commands import POOL, WITHIN_S, assert_gone, command, read_until, running
@@ -503,18 +505,69 @@ def test_what_is_no_request_ends_its_child_alone(server: PoolServer, caplog: pyt
     assert "sent what is no request" in caplog.text
 
 
+@pytest.mark.parametrize(
+    "own",
+    [
+        Shutdown(),
+        FreeRange(0, 1 << 60),
+        Rendezvous(1, (b"",)),
+        TicketCancelled(1),
+        ReadClock(1),
+        Claim(True),
+    ],
+    ids=lambda each: type(each).__name__,
+)
+def test_what_only_the_parent_may_send_to_a_worker_is_refused(server: PoolServer, own: Any) -> None:
+    with attached(server) as pool:
+        number = put(pool, 0)
+        with pytest.raises(UsageError, match="what only the one that shares its devices may send"):
+            pool.post(0, [Free(()), own], answer=True).result(WITHIN_S)
+        assert got(pool, 0, number) == b"\1\2\3\4"
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        lambda own: FormGroup(1, 0, 2, "tcp", "127.0.0.1", 1.0),
+        lambda own: FormGroup(own + 2 * SPAN, 0, 2, "tcp", "127.0.0.1", 1.0),
+        lambda own: FormGroup(own, 1, 2, "tcp", "127.0.0.1", 1.0),
+        lambda own: FormGroup(own, 0, 2, "client", "127.0.0.1", 1.0),
+    ],
+    ids=["the parent's number", "another child's number", "no first rank", "for sums at the client"],
+)
+def test_a_group_of_others_or_for_something_else_is_refused(
+    server: PoolServer, form: Callable[[int], FormGroup]
+) -> None:
+    with attached(server) as pool:
+        with pytest.raises(UsageError, match="group"):
+            pool.post(0, [form(pool.first_number)], answer=True).result(WITHIN_S)
+        group = pool.form_group((0, 1), "workers")
+        pool.leave_group(group, (0, 1))
+
+
+def test_instructions_that_are_none_end_their_child_alone(server: PoolServer, caplog: pytest.LogCaptureFixture) -> None:
+    with attached(server) as pool, socket.socket(socket.AF_UNIX) as foreign:
+        foreign.connect(server.address)
+        stream = MessageStream(foreign, "foreign")
+        stream.receive()
+        stream.transmit(0, msgspec.msgpack.encode([1, True, [["no such instruction"]]]))
+        with pytest.raises(ConnectionError):
+            stream.receive()
+        assert got(pool, 0, put(pool, 0))
+    assert "sent what is no request" in caplog.text
+
+
 def test_a_process_that_reads_nothing_holds_up_nobody(server: PoolServer) -> None:
     with attached(server) as pool, socket.socket(socket.AF_UNIX) as deaf:
         deaf.connect(server.address)
-        stream = MessageStream(deaf)
-        assert stream.receive() is not None
+        stream = MessageStream(deaf, "deaf")
+        stream.receive()
         ones = bytes(1 << 22)
         with attached(server) as other:
             number = other.new_number()
             other.post(0, [Put((number,), (TensorSpec("uint8", (len(ones),)),))], [ones])
-            instructions = msgspec.msgpack.encode([Get((number,))])
             for request in range(1, 5):
-                stream.send(encode_message(Post(request, 0, True, False, msgspec.Raw(instructions))))
+                stream.transmit(0, encode(Envelope(request, True, (Get((number,)),))))
             assert got(pool, 0, put(pool, 0)) == b"\1\2\3\4"
         server.close()
         until(lambda: not any(each.name.startswith("onebox-child") for each in threading.enumerate()))

@@ -12,13 +12,13 @@ import torch
 from torch import nn
 
 import onebox
+from onebox.emulator import MEMORY_BYTES
 from onebox.errors import DeviceMemoryError, OperatorError, UsageError
 from onebox.pool import Pool, WorkerReply, open_pool, raise_first
 from onebox.wire import TensorSpec, to_frame
 from onebox.wire.protocol.instructions import Ask, Call, Free, Get, OptimizerStep, Receive, Reduce, Send
 from onebox.wire.protocol.requests import Define, OptimizerSpec, Put, Routine, Run, StoredProgram
 from onebox.wire.protocol.responses import Digest, Scalars, WorkerMemory
-from onebox.worker.emulated import MEMORY_BYTES
 from tests.unit.machines import elementwise
 
 SPEC = TensorSpec("float32", (256, 256))

@@ -24,6 +24,7 @@ from onebox.wire.protocol.responses import WorkerMemory
 from tests.kit.models import CASES, sgd
 from tests.kit.pools import Pools
 from tests.kit.reference import Outcome, assert_same, train
+from tests.kit.slow_channel import slow_channel
 from tests.kit.stages import outcome, staged
 from tests.kit.trainer_arguments import grouped
 
@@ -187,17 +188,22 @@ def test_after_a_loss_the_copy_of_the_client_serves() -> None:
 
 @pytest.mark.feature("Compression: Compress batches on slow links without loss")
 @pytest.mark.parametrize("islands", [None, [[0], [1]]])
-def test_slow_links_get_fewer_bytes_and_the_result_is_the_same(islands: list[list[int]] | None) -> None:
+def test_slow_links_get_fewer_bytes_and_the_result_is_the_same(
+    islands: list[list[int]] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     generator = torch.Generator().manual_seed(2)
     dark = torch.rand(64, 3072, generator=generator) < 0.8
     images = torch.randint(256, (64, 3072), dtype=torch.uint8, generator=generator).masked_fill(dark, 0)
     classes = torch.randint(10, (64,), generator=generator)
     losses, sent = [], []
     for bandwidth_bps in (math.inf, 1e6):
+        near = bandwidth_bps == math.inf
+        monkeypatch.setattr(onebox.Pool, "near", lambda pool, worker, near=near: near)
         torch.manual_seed(0)
         model = nn.Linear(3072, 10)
         with (
-            onebox.open("cpu*2", threads=1, channel_bandwidth_bps=bandwidth_bps) as pool,
+            slow_channel(bandwidth_bps=bandwidth_bps),
+            onebox.open("cpu*2", threads=1) as pool,
             onebox.Trainer(
                 model,
                 nn.functional.cross_entropy,

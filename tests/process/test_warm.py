@@ -32,7 +32,7 @@ POOL = """
 import os, psutil, torch
 print(torch.arange(6.0, device="cuda").view(2, 3).sum(1).tolist(), torch.get_num_threads())
 for child in psutil.Process().children():
-    if child.name() == "onebox-fork-srv":
+    if child.name() == "onebox-zygote":
         (worker,) = child.children()
         print(worker.name(), os.getpgid(child.pid) == child.pid, child.num_threads())
 """

@@ -15,8 +15,9 @@ from torch import nn
 import onebox
 from onebox.errors import UsageError
 from onebox.plan import Plan, Stage
-from onebox.pool import Link, raise_first
+from onebox.pool import raise_first
 from onebox.wire.protocol.instructions import Ask
+from tests.kit.hosts import sum_in_hosts_first
 from tests.kit.models import CASES, OPTIMIZERS
 from tests.kit.pools import Pools
 from tests.kit.reference import Outcome, assert_same
@@ -153,13 +154,12 @@ def test_it_steps_on_the_host_too(pools: Pools) -> None:
 # ---- sums in each host first
 
 
-def test_sums_in_each_host_first_give_the_result_of_one_process() -> None:
-    """Two hosts of two, joined by a slow link, for which less travels than in one ring."""
-    slow = Link(latency_s=1e-3, bandwidth_bps=50e6)
-    links = {(a, b): slow for a in (0, 1) for b in (2, 3)}
+def test_sums_in_each_host_first_give_the_result_of_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of two hosts of two."""
+    sum_in_hosts_first(monkeypatch, (0, 1), (2, 3))
     plan = replicas(1.0, 1.0, 1.0, 1.0)("mlp")
     with (
-        onebox.open("cpu*4", threads=1, links=links) as pool,
+        onebox.open("cpu*4", threads=1) as pool,
         trainer_on(pool, plan, "mlp", OPTIMIZERS["adamw"], in_flight=1) as trainer,
     ):
         found = steps(trainer, "mlp")

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import zmq
 
+from onebox.emulator.server import EmulatorServer
 from onebox.errors import WorkerDied
 from onebox.pool import Pool, open_pool
 from onebox.pool.backends import local as local_module
@@ -27,7 +28,7 @@ from onebox.worker.process.main import WorkerServer
 OpenPool = Callable[..., Pool]
 
 
-class EndableServer(WorkerServer):
+class _Endable(WorkerServer):
     """A server that ends when it is told to from outside, as a process would that is killed."""
 
     ended = False
@@ -52,13 +53,21 @@ class EndableServer(WorkerServer):
                 time.sleep(0.01)
 
 
+class EndableServer(_Endable):
+    """That of a device that computes."""
+
+
+class EndableEmulator(_Endable, EmulatorServer):
+    """That of an emulated device."""
+
+
 class ThreadWorker:
     """Stands in for a worker's process.
 
     Args:
         place: Where the worker is.
         config: What it is to be.
-        spawner: The fork server that would start its process.
+        spawner: What would fork its process.
     """
 
     address = "127.0.0.1"
@@ -69,7 +78,8 @@ class ThreadWorker:
         self.error: BaseException | None = None
         self._lifeline, self._owner = os.pipe()
         self.descriptor, self._alive = os.pipe()
-        self.server = EndableServer(config, (self._lifeline,))
+        server_class = EndableEmulator if config.device == "sim" else EndableServer
+        self.server = server_class(config, (self._lifeline,))
         self.thread = threading.Thread(target=self._run, name=f"worker {place.worker}", daemon=True)
 
     def ports(self) -> Ports:
@@ -102,15 +112,15 @@ class ThreadWorker:
 
 @contextlib.contextmanager
 def threads_for_processes() -> Iterator[OpenPool]:
-    """Give a function that opens pools of so many workers; all are closed afterwards."""
+    """Give a function that opens pools of so many workers, CPUs by default; all are closed afterwards."""
 
     def exit_instead(status: int) -> None:
         raise AssertionError("a worker's thread would have ended this process")
 
     opened: list[Pool] = []
 
-    def opening(workers: int, **options: Any) -> Pool:
-        opened.append(open_pool(f"cpu*{workers}", threads=1, **options))
+    def opening(workers: int, *, kind: str = "cpu", **options: Any) -> Pool:
+        opened.append(open_pool(f"{kind}*{workers}", threads=1, **options))
         return opened[-1]
 
     with pytest.MonkeyPatch.context() as patch:

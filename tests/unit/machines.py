@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from onebox.emulator.device import EmulatedDevice
+from onebox.emulator.executor import EmulatedExecutor
 from onebox.wire import Operator, Program, SlotArgument, TensorSpec, from_frame, spec_of, to_frame, with_deaths
 from onebox.wire.protocol.instructions import Get
 from onebox.wire.protocol.requests import Define, Instruction, Put, StoredProgram
@@ -17,6 +19,7 @@ from onebox.worker.accelerator import Accelerator
 from onebox.worker.comm.api import RankLost
 from onebox.worker.device import ComputeDevice
 from onebox.worker.execution.executor import Executor
+from onebox.worker.execution.throttled import ThrottledExecutor
 from onebox.worker.faults import Fault, FaultInjector
 
 _accelerators: list[Accelerator | None] = [None]
@@ -52,10 +55,16 @@ class Rig:
         self.used_bytes: tuple[int, ...] = ()
         injector = FaultInjector(faults)
         device = device or ComputeDevice("cpu", 1, accelerator=_accelerators[-1])
-        self.machine = Executor(device, self, self.failures.append, quota_bytes=quota_bytes, faults=injector)
+        kind = ThrottledExecutor if device.speed < 1 else Executor
+        if isinstance(device, EmulatedDevice):
+            kind = EmulatedExecutor
+        self.machine = kind(device, self, self.failures.append, quota_bytes=quota_bytes, faults=injector)
 
     def send_to_client(self, message: Any, frames: Sequence[Any] = ()) -> None:
         self.said.append(message)
+
+    def settle(self) -> None:
+        """Do nothing: no reply waits."""
 
     def new_ticket(self) -> int:
         self.tickets += 1
@@ -71,10 +80,9 @@ class Rig:
         with torch.inference_mode():
             results = [result for instruction in instructions for result in self.machine.execute(instruction, left)]
             reply = self.machine.reply(0, results)
-            self.machine.progress.settle()  # a worker sends it when the work of an emulated device has ended
-            if reply.after is not None:
+            if reply.after is not None and not isinstance(self.machine, EmulatedExecutor):
                 reply.after.synchronize()
-            assert reply.complete
+            assert reply.complete or isinstance(self.machine, EmulatedExecutor)
             message, self.frames_out = reply.message()
             self.times_ns, self.used_bytes = message.times_ns, message.used_bytes
             return list(message.results)

@@ -7,12 +7,14 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from onebox.emulator.device import EmulatedAccelerator
+from onebox.emulator.group import EmulatedGroup
+from onebox.emulator.links import EmulatedLinks
 from onebox.pool.client.group_services import KeyValues
 from onebox.wire.protocol.groups import EmulatedLink, FormGroup, Reduced, Rendezvous
 from onebox.wire.protocol.responses import Contribution, Left, Listening, Lookup, RelayRequest
 from onebox.worker.accelerator import Accelerator
 from onebox.worker.comm.api import RankLost
-from onebox.worker.comm.emulated_links import EmulatedLinks
 from onebox.worker.comm.shm.gpu_sender import ShmCopier
 from onebox.worker.comm.shm.group import ShmGroup
 from onebox.worker.comm.shm.rendezvous import find_shm_peers
@@ -118,7 +120,7 @@ def run_ranks(
         rank: Called with the number of the rank and its group.
         timeout_s: Bound of every wait.
         devices: Of each rank; CPUs where left out.
-        links: Emulated links that each rank has to others.
+        links: Links that each rank, if it is an emulated device, has to others.
         copiers: What copies for ranks whose device is an accelerator.
         quotas: Limits of the memory that ranks share.
     """
@@ -132,7 +134,11 @@ def run_ranks(
         if len(met.memories) < size:
             raise RankLost(f"only ranks {sorted(met.memories)} share memory")
         device, quota = devices[number] if devices else HOST, (quotas or {}).get(number)
-        group = ShmGroup(form, met, device, WorkerProgress(), EmulatedLinks(), copier, quota)
+        group: ShmGroup
+        if isinstance(device, EmulatedAccelerator):
+            group = EmulatedGroup(form, met, device, WorkerProgress(), device.clock, EmulatedLinks(), quota)
+        else:
+            group = ShmGroup(form, met, device, WorkerProgress(), copier, quota)
         del met
         try:
             return rank(number, group)

@@ -17,7 +17,6 @@ SOURCE = Path(onebox.__file__).parent
 READERS = {
     # files of the kernel
     "agent/cgroups.py",
-    "agent/lease_processes.py",
     "engine/state/partial_saves.py",
     "pool/launch/cpu_affinity.py",
     "pool/launch/worker_user.py",
@@ -33,10 +32,11 @@ READERS = {
     "agent/journal.py",
     "cli/commands/run.py",
     "feed/datasets/in_memory.py",
-    "pool/launch/fork_server.py",
+    "forking.py",
+    "pool/launch/zygotes.py",
     "report/page/page_server.py",
     "report/run/metrics.py",
-    "worker/process/fork_server.py",
+    "worker/process/zygote.py",
     "worker/sandbox/allow_list.py",
 }
 """Modules that read files without :func:`onebox.files.open_regular`: none of these files comes from others."""

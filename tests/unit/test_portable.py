@@ -20,14 +20,13 @@ from tests.other_system import SOURCE, SYSTEMS, absent, is_absent
 
 LINUX = (
     "onebox.agent",
+    "onebox.cluster.actor",
     "onebox.cli.commands.serve",
     "onebox.feed.pipeline.fork_server",
     "onebox.feed.pipeline.ipc",
     "onebox.forking",
     "onebox.pool.backends.local",
-    "onebox.pool.backends.ray.actor",
     "onebox.pool.launch.cpu_affinity",
-    "onebox.pool.launch.fork_server",
     "onebox.pool.launch.stderr_tail",
     "onebox.pool.launch.worker_process",
     "onebox.pool.launch.worker_user",
@@ -47,6 +46,7 @@ CHECKED = {
         "resource.setrlimit",
         "signal.SIGKILL",
     },
+    "onebox.pool.launch.socket_folder": {"os.O_DIRECTORY", "os.O_NOFOLLOW", "os.geteuid"},  # not without UNIX_SOCKETS
     "onebox.pool.sharing.attached_pool": {"socket.AF_UNIX"},  # not called without UNIX_SOCKETS
     "onebox.pool.sharing.pool_server": {"socket.AF_UNIX"},
     "onebox.wire.receive_watch": {"ctypes.CDLL", "select.EPOLLIN", "select.EPOLLET", "socket.TCP_INFO"},

@@ -13,10 +13,10 @@ import pytest
 import onebox
 from onebox import errors
 from onebox.cli.training import run_summary, training_loop
+from onebox.cluster.spec import parse_ray
 from onebox.plan.model.plan import Plan
-from onebox.pool.backends.ray.ray_spec import parse_ray
 from onebox.pool.discovery import requested_devices
-from onebox.pool.launch import fork_server
+from onebox.pool.launch import zygotes
 from onebox.pool.spec import parse_spec
 
 ROOT = Path(__file__).parents[2]
@@ -57,10 +57,10 @@ def test_every_variable_of_onebox_is_there() -> None:
 
 def test_variables_that_reach_workers_are_there() -> None:
     text = section(page("environment"), "Variables that reach workers")
-    assert set(fork_server._HANDED_ON) <= set(re.findall(r"`(\w+)`", text))
+    assert set(zygotes._HANDED_ON) <= set(re.findall(r"`(\w+)`", text))
     families = {name.removesuffix("*") for name in re.findall(r"`([A-Z_]+\*)`", text)}
-    assert families == set(fork_server._FAMILIES)
-    set_here = fork_server.worker_environment(2)
+    assert families == set(zygotes._FAMILIES)
+    set_here = zygotes.worker_environment(2)
     assert {name for name in set_here if name.startswith(("MALLOC", "OPENBLAS"))} <= set(re.findall(r"`(\w+)`", text))
 
 

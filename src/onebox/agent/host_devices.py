@@ -9,10 +9,10 @@ import psutil
 import torch
 
 from onebox.agent.admission import Offered
+from onebox.emulator import MEMORY_BYTES
 from onebox.errors import UsageError
 from onebox.pool.discovery import cores, gpu_count, requested_devices
 from onebox.worker.device import ComputeDevice
-from onebox.worker.emulated import MEMORY_BYTES
 
 _FRESH_S = 1.0
 

@@ -11,7 +11,7 @@ from onebox.agent.leases import Client, Decision, Dequeue, End, Grant, Leases, R
 from onebox.agent.reporter import LogValue, Reporter
 from onebox.agent.sessions import SessionFaultIsolator
 from onebox.agent.workers import (
-    ForkServerReused,
+    ClientImportsAlone,
     LeaseClosed,
     LeasedWorkerExited,
     LeaseEvent,
@@ -57,7 +57,6 @@ class LeaseService:
         self._send = send
         self._report = report
         self.guard = SessionFaultIsolator(report, self._part)
-        self._names: dict[str, str] = {}  # of clients, by their keys
         self._asked: dict[tuple[Client, int], Lease] = {}
         self._granted: dict[int, Grant] = {}
         self._ready: dict[int, Leased] = {}
@@ -126,22 +125,18 @@ class LeaseService:
         """
         for news in self._workers.attend(ready, now_s):
             self._learn(news, now_s)
-        self._report_fork_servers(now_s)
+        self._report_zygotes(now_s)
 
     def close(self, why: str, now_s: float) -> None:
         """End all workers, and notify their clients."""
         for lease, grant in self._granted.items():
             self._send(grant.client, LeaseEnded(lease, why), now_s)
         self._workers.close()
-        self._report_fork_servers(now_s)
+        self._report_zygotes(now_s)
         self._report_left()
 
-    def _report_fork_servers(self, now_s: float) -> None:
-        """Record which kept fork servers, and which zygotes, have ended."""
-        for ended in self._workers.ended_fork_servers():
-            name = self._names[ended.client]
-            fields: dict[str, str | int] = {"client": name, "process": ended.process, "reason": ended.why}
-            self._report.dealing("fork-server-ended", name, now_s, **fields)
+    def _report_zygotes(self, now_s: float) -> None:
+        """Record which zygotes have ended."""
         for zygote in self._workers.ended_zygotes():
             self._report.dealing("zygote-ended", "", now_s, process=zygote.process, reason=zygote.why)
 
@@ -188,7 +183,6 @@ class LeaseService:
         self._granted[grant.lease] = grant
         devices = ", ".join(share.device for share in grant.shares)
         self._record("leased", grant.client, now_s, lease=grant.lease, devices=devices)
-        self._names[grant.client.key] = grant.client.name
         why = self._workers.start(grant.lease, grant.shares, grant.client.key, asked.key, asked.speed, now_s)
         if why is not None:
             self._learn(LeaseNotStarted(grant.lease, why), now_s)
@@ -231,8 +225,8 @@ class LeaseService:
                     )
                 self._ready[news.lease] = Leased(grant.number, news.lease, news.workers)
                 self._send(client, self._ready[news.lease], now_s)
-            case ForkServerReused():
-                self._record("fork-server-reused", client, now_s, lease=news.lease, process=news.process)
+            case ClientImportsAlone():
+                self._record("imports-alone", client, now_s, lease=news.lease, reason=news.why)
             case LeaseNotStarted():
                 self._apply(self._leases.failed(news.lease, news.why), now_s)
             case LeasedWorkerExited():
@@ -257,8 +251,6 @@ class LeaseService:
             self._record("processes-left", grant.client, now_s, lease=lease, processes=processes)
         if grant is not None:
             self._record("freed", grant.client, now_s, lease=lease)
-        if grant is not None and news.kept is not None:
-            self._record("fork-server-kept", grant.client, now_s, lease=lease, process=news.kept)
         waiting = self._releasing.pop(lease, [])
         for key in [key for key in self._parting if key[0] == lease]:
             waiting += self._parting.pop(key)

@@ -143,6 +143,7 @@ class Agent:
         read_log: Returns the last lines of the log, at most the given number.
         isolation: Users and cgroups of leases, closed with the agent; none of their own where ``None``.
         worker_ports: The TCP ports that workers bind, two or three each; empty for any free ones.
+        sharing_key: A secret that agents of one host have in common whose workers share memory; its own where ``None``.
 
     Raises:
         UsageError: It cannot, or must not, listen there.
@@ -174,10 +175,10 @@ class Agent:
         read_log: Callable[[int], Sequence[str]] = lambda lines: (),
         isolation: LeaseIsolation | None = None,
         worker_ports: range = range(0),
+        sharing_key: bytes | None = None,
     ) -> None:
         check_address(bind, port, advertise, has_clients)
         self._report = Reporter(tell)
-        self._name_of = name_of
         self._read_log = read_log
         self._advertise = advertise
         self._host = platform.node() or "this host"
@@ -196,7 +197,7 @@ class Agent:
             advertise=advertise,
             isolation=self._isolation,
             ports=worker_ports,
-            accepts=self._accepts,
+            sharing_key=sharing_key,
         )
         try:
             self._door = ZapAuthenticator(self._context, name_of, self._report)
@@ -248,13 +249,6 @@ class Agent:
         """Return the offers, their holders and the queue; callable from any thread."""
         with self._lock:
             return self._stock(0)
-
-    def _accepts(self, key: str) -> bool:
-        """Return whether a client is still one of those that may connect; not where their list cannot be read."""
-        try:
-            return self._name_of(key) is not None
-        except Exception:  # reported where messages of clients are taken
-            return False
 
     # ---- the loop
 

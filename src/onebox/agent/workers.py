@@ -9,23 +9,18 @@ import secrets
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from subprocess import SubprocessError
 
 from onebox.agent.admission import Share
-from onebox.agent.lease_processes import (
-    KeptForkServers,
-    LeaseForkServer,
-    LeaseIsolation,
-    LeaseProcesses,
-    is_confined,
-)
+from onebox.agent.lease_processes import LeaseIsolation, LeaseProcesses
 from onebox.errors import PoolError, UsageError
 from onebox.pool.errors import WorkerLocation
 from onebox.pool.launch.cpu_affinity import CoreAllocator
 from onebox.pool.launch.stderr_tail import KEPT_BYTES, without_addresses
 from onebox.pool.launch.worker_process import LAST_WORDS, WorkerProcess
+from onebox.pool.launch.zygotes import WorkerSpawner, worker_environment
 from onebox.reaping import KILLED_S, has_ended
 from onebox.wire import new_keys
 from onebox.wire.protocol.agents import Started
@@ -48,12 +43,34 @@ _CHECK_S = 1.0
 
 
 class LeasedWorker(WorkerProcess):
-    """A worker that belongs to a lease."""
+    """A worker that belongs to a lease.
+
+    Args:
+        place: Location of the worker, for messages.
+        config: Its configuration.
+        processes: The processes of its lease.
+        spawner: What forks it; it imports PyTorch itself where ``None``.
+    """
 
     ports_found: Ports | None = None
     ended = False
     mute = False
     """True when its output has ended."""
+
+    def __init__(
+        self, place: WorkerLocation, config: WorkerConfig, processes: LeaseProcesses, spawner: WorkerSpawner | None
+    ) -> None:
+        self._processes = processes
+        super().__init__(place, config, processes.account, spawner)
+
+    def limit(self) -> None:
+        """Have the lease's limits apply to it."""
+        try:
+            self._processes.add(self.pid, self.descriptor)
+        except ProcessLookupError:
+            pass  # it has ended, which is seen next
+        except OSError as error:
+            raise OSError(error.errno, f"it cannot be limited: {error.strerror}") from None
 
     def last_words(self) -> str:
         """Return the end of the worker's standard error, without addresses of memory, which workers of other clients
@@ -109,52 +126,42 @@ class LeaseClosed:
     Args:
         lease: The lease.
         left: Other processes of it that did not end when they were killed.
-        kept: Process id of its fork server, if that is kept for the client's next lease.
     """
 
     lease: int
     left: tuple[int, ...] = ()
-    kept: int | None = None
 
 
 @dataclass(frozen=True)
-class ForkServerReused:
-    """A lease uses the fork server of an earlier lease of its client."""
+class ClientImportsAlone:
+    """The workers of a lease's client import PyTorch themselves from now on."""
 
     lease: int
-    process: int
-
-
-@dataclass(frozen=True)
-class KeptForkServerEnded:
-    """A fork server that was kept for a client, which is named by its key, has ended."""
-
-    client: str
-    process: int
     why: str
 
 
 @dataclass(frozen=True)
 class ZygoteEnded:
-    """The process that forks the fork servers of leases has ended; the next lease starts another."""
+    """A process that forks the workers of leases has ended; the next lease starts another."""
 
     process: int
     why: str
 
 
-LeaseEvent = LeaseReady | LeaseNotStarted | LeasedWorkerExited | LeaseClosed | ForkServerReused
+LeaseEvent = LeaseReady | LeaseNotStarted | LeasedWorkerExited | LeaseClosed | ClientImportsAlone
 
 
 @dataclass
 class _Crew:
     lease: int
     until_s: float
-    fork_server: LeaseForkServer
     processes: LeaseProcesses
     client: str = ""
     client_key: str = ""
     speed: float = 1.0
     to_start: deque[Share] = field(default_factory=deque)
+    waits: bool = False
+    """True while the next one to start waits for the imports of a zygote."""
     keys: list[str] = field(default_factory=list)
     workers: list[LeasedWorker] = field(default_factory=list)
     ready: bool = False
@@ -162,10 +169,6 @@ class _Crew:
     ending: bool = False
     ended_s: float | None = None
     cores: tuple[tuple[int, ...], ...] = ()
-    limited: int | None = None
-    """The fork server that is in its cgroup."""
-    keepable: bool = True
-    """False once anything of it speaks against keeping its fork server."""
 
 
 class Workers:
@@ -177,7 +180,7 @@ class Workers:
         advertise: The address of this host that clients connect to.
         isolation: Users and cgroups of leases; closed by the caller.
         ports: The TCP ports that workers bind, two or three each; empty for any free ones.
-        accepts: Returns whether a client, named by its key, may still take leases.
+        sharing_key: A secret of the workers that share memory; its own where ``None``.
     """
 
     def __init__(
@@ -188,16 +191,16 @@ class Workers:
         advertise: str,
         isolation: LeaseIsolation,
         ports: range = range(0),
-        accepts: Callable[[str], bool] = lambda client: True,
+        sharing_key: bytes | None = None,
     ) -> None:
         self._host = host
         self._bind = bind
-        self._sharing_key = secrets.token_bytes(SHARING_KEY_BYTES)
+        self._sharing_key = sharing_key or secrets.token_bytes(SHARING_KEY_BYTES)
         self._advertise = advertise
         self._isolation = isolation
         self._ports = ports
-        self._kept = KeptForkServers(isolation, accepts)
         self._zygotes = isolation.zygotes()
+        self._alone: set[str] = set()  # keys of the clients, which are paired, whose workers no zygote forks
         self._news: list[LeaseEvent] = []
         self._failure: OSError | None = None  # not raised yet
         self._crews: dict[int, _Crew] = {}
@@ -221,55 +224,30 @@ class Workers:
         Returns:
             The reason for an immediate failure; None if there was none.
         """
-        kept = self._kept.take(client, shares, now_s)
         try:
-            processes = self._isolate(lease, shares, kept)
+            processes = self._isolation.isolate(lease, shares)
         except (OSError, UsageError) as error:
-            if kept is not None:
-                self._kept.end(kept)
             return f"{self._host}: this lease cannot be kept apart from others: {error}"
         cores = self._core_allocator.allocate([share.threads if share.device == "cpu" else 0 for share in shares])
-        fork_server = kept or LeaseForkServer(shares, processes.account, self._zygotes, now_s)
-        crew = _Crew(lease, now_s + START_S, fork_server, processes, client, client_key, speed, cores=cores)
+        crew = _Crew(lease, now_s + START_S, processes, client, client_key, speed, cores=cores)
         crew.to_start.extend(shares)
         self._crews[lease] = crew
-        if kept is not None and kept.pid is not None:
-            self._news.append(ForkServerReused(lease, kept.pid))
-        return self._start_some(crew)
-
-    def _isolate(self, lease: int, shares: Sequence[Share], kept: LeaseForkServer | None) -> LeaseProcesses:
-        """Return a lease's user and cgroup; fork servers that are kept for other leases give way to it.
-
-        Raises:
-            UsageError: All users are taken.
-            OSError: The system refuses to make a cgroup.
-        """
-        while True:
-            try:
-                return self._isolation.isolate(lease, shares, None if kept is None else kept.account)
-            except UsageError:
-                if not self._kept.give_way("another lease needs its user id"):
-                    raise
+        return self._start_some(crew, now_s)
 
     @property
     def pressed(self) -> bool:
         """True when :meth:`attend` has more to do at once: workers to start, a lease that ends before it has any, or
         events."""
         return bool(self._news) or any(
-            crew.ended_s is None and not crew.workers
-            if crew.ending
-            else crew.to_start and not crew.fork_server.descriptors()
+            crew.ended_s is None and not crew.workers if crew.ending else crew.to_start and not crew.waits
             for crew in self._crews.values()
         )
 
     def descriptors(self) -> Iterator[int]:
         """Yield the file descriptors that are readable when :meth:`attend` has work."""
-        yield from self._kept.descriptors()
         if self._zygotes is not None:
             yield from self._zygotes.descriptors()
         for crew in self._crews.values():
-            if crew.to_start:
-                yield from crew.fork_server.descriptors()
             for worker in crew.workers:
                 if not worker.ended:
                     yield worker.descriptor
@@ -281,7 +259,7 @@ class Workers:
         follows, even without workers."""
         crew = self._crews.get(lease)
         if crew is None:
-            crew = self._crews[lease] = _Crew(lease, now_s, LeaseForkServer((), None), LeaseProcesses())
+            crew = self._crews[lease] = _Crew(lease, now_s, LeaseProcesses())
         crew.ending = True
         crew.to_start.clear()
         crew.until_s = now_s + grace_s
@@ -310,7 +288,6 @@ class Workers:
         """
         # What is closed here gives its descriptors to what is started here, of which `ready` says nothing.
         known = [(crew, list(enumerate(crew.workers))) for crew in self._crews.values()]
-        self._kept.attend(ready, now_s)
         if self._zygotes is not None:
             self._zygotes.attend(ready, now_s)
             if now_s >= self._check_s:
@@ -331,7 +308,7 @@ class Workers:
         self, crew: _Crew, workers: Sequence[tuple[int, LeasedWorker]], ready: Set[int], now_s: float
     ) -> None:
         """Process events of the workers of one lease."""
-        why = self._start_some(crew)
+        why = self._start_some(crew, now_s)
         if why is not None:
             self._news.append(LeaseNotStarted(crew.lease, why))
         for number, worker in workers:
@@ -348,10 +325,6 @@ class Workers:
         if crew.ending and all(worker.ended for worker in crew.workers):
             self._news += self._finish(crew, now_s)
 
-    def ended_fork_servers(self) -> list[KeptForkServerEnded]:
-        """Return, once, the kept fork servers that have ended."""
-        return [KeptForkServerEnded(*each) for each in self._kept.news()]
-
     def ended_zygotes(self) -> list[ZygoteEnded]:
         """Return, once, the zygotes that have ended before the agent."""
         return [] if self._zygotes is None else [ZygoteEnded(*each) for each in self._zygotes.news()]
@@ -365,68 +338,42 @@ class Workers:
         for crew in crews:
             for worker in crew.workers:
                 worker.close(grace_s=max(0.0, end_s - time.monotonic()))
-            with contextlib.suppress(OSError):  # what cannot be looked at ends with its cgroup or its fork server
-                while not crew.processes.end(crew.fork_server) and time.monotonic() < end_s:
+            with contextlib.suppress(OSError):  # what cannot be looked at ends with its cgroup
+                while not crew.processes.end() and time.monotonic() < end_s:
                     time.sleep(_POLL_S)
-            crew.fork_server.close()
-        self._kept.close()
         if self._zygotes is not None:
             self._zygotes.close()
         self._core_allocator.close()
 
     def _finish(self, crew: _Crew, now_s: float) -> list[LeaseEvent]:
-        """End a lease whose workers have ended, once its other processes have, too, which are killed.
-
-        Its fork server is kept for the client's next lease, if all went as it should. The user of processes that cannot
-        be ended, such as in a call of a driver, is given to no other lease before they have ended.
-        """
+        """End a lease whose workers have ended, once its other processes have, too, which are killed, or do not in
+        time, such as in a call of a driver."""
         if crew.ended_s is None:
-            wanted = (
-                crew.ready and crew.keepable and not crew.failed and self._kept.wants(crew.client, crew.fork_server)
-            )
-            crew.keepable = wanted and self._isolation.set_aside(crew.fork_server)
             crew.ended_s = now_s
-        kept: int | None = None
-        left = crew.processes.kill(crew.fork_server)
-        if left:
-            crew.keepable = False  # so that nothing of them stays: the fork server has adopted the orphans among them
-        elif not crew.keepable:
-            crew.fork_server.close()
-        if not left and crew.processes.remove():
-            if crew.keepable:
-                kept = crew.fork_server.pid
-                self._kept.keep(crew.client, crew.fork_server, now_s)
-            else:
-                self._isolation.release(crew.processes.account)
-        elif now_s < min(crew.ended_s, crew.until_s) + LEAVE_S:
+        left = crew.processes.kill()
+        gone = not left and crew.processes.remove()
+        if not gone and now_s < min(crew.ended_s, crew.until_s) + LEAVE_S:
             return []
-        else:
-            crew.fork_server.close()
-            self._kept.release(crew.processes.account)
+        self._isolation.release(crew.processes.account)
         self._core_allocator.give_back([core for own in crew.cores for core in own])
         del self._crews[crew.lease]
-        return [LeaseClosed(crew.lease, tuple(left), kept)]
+        return [LeaseClosed(crew.lease, tuple(left))]
 
-    def _start_some(self, crew: _Crew) -> str | None:
-        """Start the next few workers of a lease: each start delays all other clients.
-
-        None is started while the lease's fork server is not ready.
+    def _start_some(self, crew: _Crew, now_s: float) -> str | None:
+        """Start the next few workers of a lease, as far as none has to wait for a zygote: each start delays all other
+        clients.
 
         Returns:
             The reason for a failure; None if there was none.
         """
-        if crew.to_start:
-            able = crew.fork_server.attend()
-            try:
-                self._limit(crew)
-            except ProcessLookupError:
-                return None  # its fork server has ended, which is seen next
-            except OSError as error:
-                return self._fail(crew, f"{self._host}: a process cannot be limited: {error}").why
-            if not able:
-                return None
+        zygotes = None if crew.client in self._alone else self._zygotes
         for _ in range(min(len(crew.to_start), STARTS)):
-            share = crew.to_start.popleft()
+            share = crew.to_start[0]
+            environment = worker_environment(share.threads, crew.processes.account)
+            crew.waits = zygotes is not None and not zygotes.prepare(environment, now_s)
+            if crew.waits:
+                return None
+            crew.to_start.popleft()
             keys = new_keys()
             config = WorkerConfig(
                 "sim" if share.device.startswith("sim") else share.device,  # its number counts for the lease alone
@@ -443,12 +390,11 @@ class Workers:
                 cores=crew.cores[len(crew.workers)],
                 advertise=self._advertise,
                 sharing_key=self._sharing_key_of(crew.client_key),
+                most_processes=crew.processes.most,
             )
             place = WorkerLocation(worker=len(crew.workers), host=self._host, device=share.device)
             try:
-                crew.workers.append(LeasedWorker(place, config, crew.processes.account, crew.fork_server))
-                with contextlib.suppress(ProcessLookupError):  # it has ended, which is seen next
-                    crew.processes.add(crew.workers[-1].pid, crew.workers[-1].descriptor)
+                crew.workers.append(LeasedWorker(place, config, crew.processes, zygotes))
             except (OSError, SubprocessError, RuntimeError) as error:  # between fork and exec; no further thread
                 crew.to_start.clear()
                 crew.failed = True
@@ -463,24 +409,12 @@ class Workers:
         made = hashlib.blake2b(client_key.encode(), key=self._sharing_key, digest_size=SHARING_KEY_BYTES)
         return made.hexdigest()
 
-    def _limit(self, crew: _Crew) -> None:
-        """Move the lease's fork server, once it runs, into the lease's cgroup.
-
-        Raises:
-            ProcessLookupError: It has ended meanwhile.
-            OSError: The system refuses.
-        """
-        process = crew.fork_server.pid
-        if process is not None and process != crew.limited:
-            crew.processes.add(process, crew.fork_server.process_descriptor)
-            crew.limited = process
-
     def _look(self, crew: _Crew, number: int, worker: LeasedWorker, ready: Set[int]) -> list[LeaseEvent]:
         """Process the events of one worker."""
         if worker.descriptor in ready:
             death = worker.death()
             worker.release()
-            self._note_crash(crew, death.exit_status)
+            self._note_crash(crew, worker, death.exit_status)
             if crew.ending or crew.failed:
                 return []
             if not crew.ready:
@@ -500,15 +434,20 @@ class Workers:
         if any(each is None for each in started):
             return []
         crew.ready = True
-        crew.keepable = crew.keepable and all(is_confined(each.pid) for each in crew.workers)
         return [LeaseReady(crew.lease, tuple(each for each in started if each is not None))]
 
-    def _note_crash(self, crew: _Crew, status: int | None) -> None:
-        """Have nothing forked again from where a worker comes from that has crashed: its client may be guessing numbers
-        that all such forks share."""
+    def _note_crash(self, crew: _Crew, worker: LeasedWorker, status: int | None) -> None:
+        """Have no zygote fork for a client again whose worker has crashed: it may be guessing numbers that all forks
+        share; nor for one for which it forks none that works."""
         if status is not None and -status in CRASHES:
-            crew.keepable = False
-            crew.fork_server.retire_zygote(f"a worker that descends from it ended by {signal.Signals(-status).name}")
+            why = f"a worker ended by {signal.Signals(-status).name}"
+        elif (status or 0) > 0 and worker.forked and worker.ports_found is None and not crew.ending and not crew.failed:
+            why = "a forked worker ended as it started"
+        else:
+            return
+        if self._zygotes is not None and crew.client not in self._alone:
+            self._alone.add(crew.client)
+            self._news.append(ClientImportsAlone(crew.lease, why))
 
     def _started(self, key: str, worker: LeasedWorker) -> Started | None:
         """Return a worker's report for the client; None while its sockets are not bound."""

@@ -82,7 +82,7 @@ def _run(arguments: Sequence[str]) -> int:
 
 
 def _expect_workers(config: object) -> None:
-    """Start the fork server of a command's CPU workers of this machine, which imports PyTorch while this process does.
+    """Start the zygote of a command's CPU workers of this machine, which imports PyTorch while this process does.
 
     An invalid pool is reported later, by the command.
     """
@@ -91,7 +91,7 @@ def _expect_workers(config: object) -> None:
     pool, threads = getattr(config, "pool", ""), getattr(config, "threads", None)
     if LINUX and pool.startswith("cpu") and not isinstance(config, MemoryConfig):
         from onebox.pool.discovery import requested_devices
-        from onebox.pool.launch.fork_server import OWN, worker_environment
+        from onebox.pool.launch.zygotes import OWN, worker_environment
 
         with contextlib.suppress(UsageError):
             OWN.expect(worker_environment(requested_devices(pool, threads)[0].threads))

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 
 CEILING_BPS = 1e15
-"""Maximum bandwidth, for links without a visible limit, such as those between devices that only sleep. A number,
+"""Maximum bandwidth, for links without a visible limit, such as those between devices that compute nothing. A number,
 because JSON has no infinity."""
 
 SMALLEST_BYTES = 4

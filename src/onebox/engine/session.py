@@ -241,8 +241,12 @@ class TrainingSession:
             observer.requested(work)
         self._running.append(result)
         self.steps_done += 1
+        self._repeat_effects(batch, prepared.compiled, train=True)
         self.recovery.once(lambda: self._begin(work, prepared))
         return result
+
+    def _repeat_effects(self, batch: Batch, compiled: CompiledStep, *, train: bool) -> None:
+        self.captures.repeat_effects(batch, [each.size for each in compiled.micro_batches], train=train)
 
     @property
     def _most_in_flight(self) -> int:
@@ -467,8 +471,13 @@ class TrainingSession:
         """Return the reason why a result of a batch was no mean over its micro-batches; ``None`` if it was one."""
         return self._means.fault(compiled.measures, results, compiled.micro_batches)
 
-    def evaluation(self, batch: Batch) -> CompiledStep:
-        """Return the evaluation routines for a batch, installed on the workers."""
+    def evaluation(self, batch: Batch, again: bool) -> CompiledStep:
+        """Return the evaluation routines for a batch, installed on the workers.
+
+        Args:
+            batch: The batch.
+            again: Whether it is evaluated again, as after a loss.
+        """
         batch = self.captures.stamped(batch)
         with self.wall.during(PLANNING):
             installed = self.set_up(batch, steps=False)
@@ -478,6 +487,8 @@ class TrainingSession:
         if self._means.due(batch, compiled.micro_batches, train=False):
             with self.recovery.poisoning("a check of metrics"):
                 self._means.probe_evaluation(batch, compiled.micro_batches, installed, self.uploads.packing)
+        if not again:
+            self._repeat_effects(batch, compiled, train=False)
         return compiled
 
     # ---- observation

@@ -16,7 +16,7 @@ class HostCores:
         host: Name of the host in the pool.
         cores: Number of cores.
         busy: Busy threads of each of its devices' workers while it computes, by number in the pool: for a CPU those of
-            its operators; for a GPU one, which launches kernels; for ``sim``, which only sleeps, none. An optimizer
+            its operators; for a GPU one, which launches kernels; none for ``sim``. An optimizer
             that steps on the host of a GPU uses that worker's threads for a while, when nothing else of the step is
             left to do.
     """

@@ -178,6 +178,21 @@ def nccl_ranks(members: Sequence[DeviceInfo], *, between_hosts: bool) -> tuple[t
     return tuple(found)
 
 
+def require_devices(workers: Sequence[int], count: int) -> None:
+    """Require that a pool has devices of some numbers.
+
+    Args:
+        workers: The numbers.
+        count: Number of devices of the pool.
+
+    Raises:
+        UsageError: It has not.
+    """
+    for worker in workers:
+        if not 0 <= worker < count:
+            raise UsageError(f"there is no device {worker}; the pool has 0 to {count - 1}")
+
+
 def check_kinds(members: Sequence[DeviceInfo], whole: str) -> None:
     """Raise an error for emulated devices together with others: they have no values that they could give to these.
 

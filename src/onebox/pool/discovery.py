@@ -19,7 +19,7 @@ LOCAL_HOST = "localhost"
 
 _GRAMMAR = (
     "'auto', or a list such as 'cuda', 'cuda:0,cuda:1', 'cpu', 'cpu*3' (three CPU workers), 'cuda,cpu'; and emulated: "
-    "'cpu@0.5' (a CPU worker at half of its speed), 'sim*4@2' (four devices that only sleep, at twice the speed)"
+    "'cpu@0.5' (a CPU worker at half of its speed), 'sim*4@2' (four devices that compute nothing, at twice the speed)"
 )
 
 _PART = re.compile(

@@ -6,6 +6,7 @@ import os
 
 import torch
 
+from onebox.emulator import MEMORY_BYTES, PRODUCT
 from onebox.errors import UsageError
 from onebox.pool.devices import DeviceInfo
 from onebox.pool.discovery import LOCAL_HOST, DeviceRequest, cores, requested_devices, require_local_workers
@@ -14,7 +15,6 @@ from onebox.sizes import Memory, parse_budgets
 from onebox.wire import codecs
 from onebox.wire.protocol.responses import NO_INSTRUCTION_SETS
 from onebox.worker.device import CONTEXT_BYTES, ComputeDevice, share_bytes, usable_bytes
-from onebox.worker.emulated import MEMORY_BYTES, PRODUCT
 from onebox.worker.memory.host import HostMemory
 from onebox.worker.system.instruction_sets import used_instruction_sets
 

@@ -9,6 +9,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from importlib.metadata import entry_points
 from ipaddress import ip_address
 
 from onebox.errors import UsageError
@@ -41,8 +42,6 @@ def open_pool(
     threads: int | None = None,
     memory: Memory | None = None,
     links: LinkMap | None = None,
-    channel_latency_s: float = 0.0,
-    channel_bandwidth_bps: float = math.inf,
     faults: dict[int, Sequence[Fault]] | None = None,
     grace_s: float | None = None,
     wait: bool = True,
@@ -52,7 +51,7 @@ def open_pool(
 
     Raises:
         UsageError: The specification is wrong, or names a missing device or a host that this client was not paired
-            with; or a link or latency cannot be emulated.
+            with; or a link cannot be emulated.
         PoolError: A worker could not be started, or is of another version; an agent cannot be reached; or others hold
             the devices and ``wait`` is false.
         WorkerDied: A worker ended during its start.
@@ -62,24 +61,10 @@ def open_pool(
         require_bool(name, value)
     if grace_s is not None and not (is_number(grace_s) and 0 < grace_s < math.inf):
         raise UsageError(f"grace_s={grace_s!r}: allowed are seconds above 0, and None for the usual ones")
-    _require_channel(channel_latency_s, channel_bandwidth_bps)
     _require_maps(links, faults)
     sources = make_sources(spec, threads=threads, memory=memory, faults=faults, grace_s=grace_s)
     plain_links = plain_links or any(isinstance(source, AgentSource) and source.plain_links for source in sources)
-    channel = {"channel_latency_s": channel_latency_s, "channel_bandwidth_bps": channel_bandwidth_bps}
-    return connect_pool(sources, links=links, wait=wait, plain_links=plain_links, **channel)
-
-
-def _require_channel(latency_s: float, bandwidth_bps: float) -> None:
-    """Check that a channel to the workers can be emulated.
-
-    Raises:
-        UsageError: It cannot.
-    """
-    if not (is_number(latency_s) and 0 <= latency_s < math.inf):
-        raise UsageError(f"channel_latency_s={latency_s!r}: a latency is 0 s or more and finite")
-    if not (is_number(bandwidth_bps) and bandwidth_bps > 0):
-        raise UsageError(f"channel_bandwidth_bps={bandwidth_bps!r}: a bandwidth is positive; infinite for no cap")
+    return connect_pool(sources, links=links, wait=wait, plain_links=plain_links)
 
 
 def _require_maps(links: object, faults: object) -> None:
@@ -140,13 +125,9 @@ def make_sources(
     found: list[WorkerSource] = []
     for part in parts:
         if isinstance(part, RayPart):
-            from onebox.pool.backends.ray.ray_source import (
-                RaySource,  # an optional extra, which takes a second to import
-            )
-
             if not budgets.alike:
                 raise UsageError(f"memory={memory!r}: devices of a Ray cluster have the same, such as memory='40GiB'")
-            found.append(RaySource(part.spec, threads=threads, memory_bytes=budgets.every or None))
+            found.append(_on_cluster(part, threads, budgets.every or None))
             continue
         limits = replace(part, threads=part.threads or threads, memory=part.memory or budgets)
         if isinstance(limits, AgentPart):
@@ -159,6 +140,13 @@ def make_sources(
             quotas = (limits.memory or budgets).of(len(requests), LOCAL_HOST if len(parts) > 1 else "the pool")
             found.append(LocalSource(requests, quotas=quotas, faults=faults, address=address))
     return found
+
+
+def _on_cluster(part: RayPart, threads: int | None, memory_bytes: int | None) -> WorkerSource:
+    """Return devices of a Ray cluster. They are agents' devices, of a package above this one, and found by name."""
+    [found] = entry_points(group="onebox.clusters", name="ray")
+    made: WorkerSource = found.load()(part.spec, threads=threads, memory_bytes=memory_bytes)
+    return made
 
 
 def _round_trip_s(pool: Pool) -> float:
@@ -182,8 +170,6 @@ def connect_pool(
     sources: Sequence[WorkerSource],
     *,
     links: LinkMap | None = None,
-    channel_latency_s: float = 0.0,
-    channel_bandwidth_bps: float = math.inf,
     wait: bool = True,
     plain_links: bool = False,
 ) -> Pool:
@@ -207,17 +193,15 @@ def connect_pool(
                 patience_s |= {handle.place.worker: source.patience_s for handle, _ in made}
             started += made
         handles = [handle for handle, _ in started]
-        client_loop = ClientLoop(mine, channel_latency_s, len(handles), patience_s, channel_bandwidth_bps)
+        client_loop = ClientLoop(mine, len(handles), patience_s)
         undo.callback(client_loop.stop)
         hellos = [client_loop.connect(handle, key) for handle, key in started]
         client_loop.start()
         devices = [welcome(handle, hello) for handle, hello in zip(handles, hellos, strict=True)]
         for source in sources:
             source.connected()
-        pool = Pool(
-            handles, sources, client_loop, devices, links, channel_latency_s, channel_bandwidth_bps, plain_links
-        )
-        if channel_latency_s or not all(isinstance(handle, LocalWorker) for handle in handles):
+        pool = Pool(handles, sources, client_loop, devices, links, plain_links)
+        if not all(isinstance(handle, LocalWorker) for handle in handles):
             pool.round_trip_s = _round_trip_s(pool)
         undo.pop_all()
     crowded = explain_overcommitment(pool.cores)

@@ -16,7 +16,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-import msgspec
 import torch
 
 from onebox.cost import PoolProfile, load, store
@@ -26,7 +25,7 @@ from onebox.pool.backends.base import HostedWorker, RestartableSource, WorkerHan
 from onebox.pool.client.connection import WorkerReply
 from onebox.pool.client.loop import ClientLoop
 from onebox.pool.core_usage import HostCores, host_cores
-from onebox.pool.devices import DeviceInfo, check_kinds, nccl_ranks, welcome
+from onebox.pool.devices import DeviceInfo, check_kinds, nccl_ranks, require_devices, welcome
 from onebox.pool.discovery import LOCAL_HOST, cores
 from onebox.pool.errors import raise_first
 from onebox.pool.network.client_bandwidth import ClientBandwidth
@@ -80,8 +79,6 @@ class Pool:
         client_loop: ClientLoop,
         devices: Sequence[DeviceInfo],
         links: LinkMap | None = None,
-        channel_latency_s: float = 0.0,
-        channel_bandwidth_bps: float = math.inf,
         plain_links: bool = False,
         first_number: int = 1,
     ) -> None:
@@ -89,8 +86,6 @@ class Pool:
         """The devices, in the order of their numbers."""
         self.links: LinkMap = directed(links or {}, devices)
         """The emulated links of each direction."""
-        self.channel_latency_s = channel_latency_s
-        self.channel_bandwidth_bps = channel_bandwidth_bps
         self.plain_links = plain_links
         """True if workers of different hosts send each other tensors without encryption, and over NCCL."""
         self._handles = list(handles)
@@ -106,6 +101,8 @@ class Pool:
         self.first_number = first_number
         """The lowest number of a buffer or definition; lower ones are those of other processes that use the workers."""
         self._numbers = itertools.count(first_number)
+        self.child_numbers = itertools.count(1)
+        """Numbers of child processes, of which none is used again: workers may still end a group of an earlier one."""
         self._owner = os.getpid()
         self._closed = False
         self._default_types: dict[int, torch.dtype] = {}
@@ -222,8 +219,8 @@ class Pool:
         self._client_loop.give_up(worker, error)
 
     def near(self, worker: int) -> bool:
-        """Return whether a worker is a process of this machine with no slower link emulated."""
-        return self.devices[worker].host == LOCAL_HOST and self.channel_bandwidth_bps == math.inf
+        """Return whether a worker is a process of this machine."""
+        return self.devices[worker].host == LOCAL_HOST
 
     def new_number(self) -> int:
         """Return a number, unique in this pool, for a buffer, definition or group."""
@@ -232,7 +229,7 @@ class Pool:
     def post(
         self,
         worker: int,
-        instructions: Sequence[Instruction] | msgspec.Raw,
+        instructions: Sequence[Instruction],
         frames: Sequence[Any] = (),
         *,
         answer: bool = False,
@@ -279,8 +276,8 @@ class Pool:
             number: Its number, from :meth:`new_number`; 0 for a new one.
 
         Raises:
-            UsageError: The devices mix ``sim`` with others; or the emulated links between them do not support such a
-                group.
+            UsageError: A device is not there; they mix ``sim`` with others, or are such and the client is to compute
+                sums.
             OneboxError: The group could not be formed.
         """
         group = number or self.new_number()
@@ -315,18 +312,17 @@ class Pool:
             OneboxError: The pool is broken; some members may have received the request.
         """
         group = number
+        require_devices(workers, len(self))
         links = [outgoing(self.links, workers, rank) for rank in range(len(workers))]
-        if via == "client" and any(links):
-            raise UsageError("sums at the client do not go over the emulated links; let them go via workers")
         check_kinds([self.devices[worker] for worker in workers], "a group")
         emulated = any(self.devices[worker].kind == "sim" for worker in workers)
         if via == "client" and emulated:
             raise UsageError("sim devices have no values that a client could add up; let their sums go via workers")
         sockets: Literal["tcp", "tls"] = "tls" if self.encrypts(workers) else "tcp"
         backend: Literal["tcp", "tls", "client"] = "client" if via == "client" else sockets
-        by_nccl = via == "workers" and not aside and not tagged and not any(links)  # even if this client has no NCCL
+        by_nccl = via == "workers" and not aside and not tagged  # even if this client has no NCCL
         nccl = self.nccl_ranks(workers) if by_nccl else ((),) * len(workers)
-        shared = via == "workers" and (self.shared or emulated or any(links))
+        shared = via == "workers" and (self.shared or emulated)
         addresses = [self.devices[worker].address for worker in workers]
         with self.order:
             self._client_loop.form(group, workers)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 from onebox.pool import Pool, open_pool
@@ -23,8 +22,6 @@ def open_devices(
     threads: int | None = None,
     memory: Memory | None = None,
     links: LinkMap | None = None,
-    channel_latency_s: float = 0.0,
-    channel_bandwidth_bps: float = math.inf,
     faults: dict[int, Sequence[Fault]] | None = None,
     grace_s: float | None = None,
     wait: bool = True,
@@ -36,7 +33,7 @@ def open_devices(
     Args:
         spec: ``auto`` for all accelerators or, with none, one CPU worker a core up to four; or a list such as
             ``cuda:0,cuda:1`` or ``cpu*2``; ``cpu@0.5`` is a CPU worker slowed down to half of its speed, ``sim*4`` are
-            four devices that compute nothing and sleep for the stated cost of each program. Devices of hosts where an
+            four devices that compute nothing and take the stated cost of each program. Devices of hosts where an
             agent runs that this client was paired with are ``hostA`` (all accelerators or some CPU workers),
             ``hostB:7171``, ``hostA/cuda:0``, ``hostA/cuda*2`` (any two) or ``hostA/cpu*2``, in one list with others;
             ``ray`` or ``ray://HOST:PORT`` is a Ray cluster; ``NAME.toml`` a file of hosts. Devices are numbered in the
@@ -47,11 +44,8 @@ def open_devices(
             operator that needs more fails with :class:`~onebox.errors.DeviceMemoryError`. When ``None``, there is no
             limit but the device's; on another host a GPU alone or a CPU worker's share of the memory. A GPU's
             allocator is held to an eighth and 64 MiB more, for what operators need in passing.
-        links: Links to emulate between devices, by the numbers of the two: for both directions, or for each its own
-            where both are given. For experiments on one host; times over them are emulated.
-        channel_latency_s: Added seconds of every message between this process and a worker, each way, heartbeats
-            excepted. Emulated likewise.
-        channel_bandwidth_bps: Most bytes per second from this process to all workers. Emulated likewise.
+        links: Links to emulate between ``sim`` devices of one host, by the numbers of the two: for both directions, or
+            for each its own where both are given. Times over them are emulated.
         faults: Injected faults for tests, by worker of this machine.
         grace_s: How long this process may be gone or stopped before its leases on other hosts end, and how long the
             network to a host may be interrupted before its workers are given up; the failure of a whole host is noticed
@@ -68,7 +62,7 @@ def open_devices(
 
     Raises:
         UsageError: The specification is wrong, or names a missing device or a host that this client was not paired
-            with; or a link or latency cannot be emulated.
+            with; or a link cannot be emulated.
         PoolError: A worker could not be started, or is of another version; an agent cannot be reached; or others hold
             the devices and ``wait`` is false.
         WorkerDied: A worker ended during its start.
@@ -85,8 +79,6 @@ def open_devices(
         threads=threads,
         memory=memory,
         links=links,
-        channel_latency_s=channel_latency_s,
-        channel_bandwidth_bps=channel_bandwidth_bps,
         faults=faults,
         grace_s=grace_s,
         wait=wait,

@@ -1,17 +1,15 @@
-"""The device of a worker: the differences between a CPU, a GPU and an emulated device."""
+"""The device of a worker: the differences between a CPU and a GPU."""
 
 from __future__ import annotations
 
 import hashlib
-import math
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from onebox.errors import UsageError, WireError
+from onebox.errors import UsageError
 from onebox.wire import TensorSpec, from_frame, spec_of, to_frame
 from onebox.wire.protocol.requests import OptimizerSpec, StoredProgram
 from onebox.wire.protocol.responses import InstructionSets, Scalars
@@ -20,8 +18,6 @@ from onebox.worker.memory.host import HostMemory
 from onebox.worker.memory.staging import HostReads, UploadRing
 from onebox.worker.optimizer.native import NativeOptimizer
 from onebox.worker.programs.interpreter import CompiledProgram
-from onebox.worker.progress import WorkerProgress, wait_until
-from onebox.worker.system.clock import wake_on_time
 from onebox.worker.system.instruction_sets import used_instruction_sets
 
 PASSING_BYTES = 64 << 20
@@ -64,7 +60,7 @@ class ComputeDevice:
     Args:
         name: ``cpu``, or ``cuda:k``.
         threads: Threads that CPU operators may use.
-        speed: Fraction of a CPU's full speed; below 1 everything takes proportionally longer.
+        speed: Fraction of a CPU's full speed; see :mod:`onebox.worker.execution.throttled` for less than 1.
         accelerator: What computes; ``None`` for the device of that name.
 
     Raises:
@@ -81,8 +77,6 @@ class ComputeDevice:
         self.threads = threads
         self.speed = speed
         self.emulated = speed < 1
-        if self.emulated:
-            wake_on_time()
         torch.set_num_threads(threads)
         self.accelerator = accelerator or accelerator_for(name)
         self.device = self.accelerator.device
@@ -96,7 +90,6 @@ class ComputeDevice:
         Raises:
             WireError: It is invalid, or uses operators that are not allowed.
         """
-        check_cost(stored.cost_s)
         return CompiledProgram(stored.program, self.device, stored.layouts)
 
     def optimizer(
@@ -108,7 +101,6 @@ class ComputeDevice:
             WireError: It is not allowed.
             QuotaExceeded: It runs on the host, which lacks memory.
         """
-        check_cost(spec.cost_s)
         return NativeOptimizer(spec, parameters, state, host, self.accelerator)
 
     def seed(self, run: int, step: int, micro_batch: int, position: int) -> None:
@@ -126,29 +118,6 @@ class ComputeDevice:
     def new_generator(self, seed: int) -> torch.Generator:
         """Return a new random number generator of this device."""
         return self.accelerator.new_generator(seed)
-
-    def begin(self, cost_s: float, progress: WorkerProgress) -> int:
-        """Return when work begins whose inputs are present, by ``time.monotonic_ns``; see :meth:`pace`."""
-        return time.monotonic_ns()
-
-    def pace(self, start_ns: int, cost_s: float, progress: WorkerProgress) -> None:
-        """Extend work to its modelled duration on this device; only an emulated one waits.
-
-        Args:
-            start_ns: Beginning of the work, by ``time.monotonic_ns``; it is complete now.
-            cost_s: Its cost by the client's model of a ``sim`` device.
-            progress: Notified of the wait.
-        """
-        if self.emulated:
-            wait_until(start_ns + math.ceil((time.monotonic_ns() - start_ns) / self.speed), progress)
-
-    def retime(self, speed: float) -> None:
-        """Change the speed; only an emulated device that computes nothing can.
-
-        Raises:
-            WireError: The device does not support it, or the speed is invalid.
-        """
-        raise WireError(f"{self.name} cannot be of another speed; only a sim device can")
 
     # ---- values
 
@@ -246,13 +215,3 @@ def seed_of(run: int, step: int, micro_batch: int, position: int) -> int:
     """Return the seed of the random operator at a position of a program."""
     text = f"{run}/{step}/{micro_batch}/{position}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
-
-
-def check_cost(cost_s: float) -> None:
-    """Require that a cost is valid.
-
-    Raises:
-        WireError: It is invalid.
-    """
-    if not 0 <= cost_s < math.inf:
-        raise WireError(f"a cost of {cost_s} s; allowed are seconds from 0")

@@ -3,114 +3,27 @@
 from __future__ import annotations
 
 import functools
-import os
 import time
 from collections.abc import Callable
 from typing import Protocol, cast
 
 from onebox.worker.accelerator import Accelerator, Event
-from onebox.worker.system.clock import sleep_until
 
 
 class WorkerProgress:
-    """Progress of a worker; written by the working thread, read by the watching thread.
-
-    It includes the work of an emulated device, ahead of which the host runs as it does of an accelerator: while a
-    program takes its time, the host does what follows it, up to the next program or the next wait. What other workers
-    can see of that, such as messages, waits for the program's end.
-    """
+    """Progress of a worker; written by the working thread, read by the watching thread."""
 
     def __init__(self) -> None:
         self.executed = 0
         self.doing = ""
         self.waiting = False
-        self._busy_until_ns = 0  # end of the device's work; 0 for none
-        self._due: list[Callable[[], object]] = []  # what happens then
-        self._awaited_ns = 0  # since when all is there that the host has waited for in this instruction; 0 for nothing
 
-    def wait(self) -> _Wait:
-        """Mark the context as waiting for others, which is not a stall of this worker.
-
-        The device's work ends before it.
-        """
-        if self._busy_until_ns:
-            self.settle()
-        return _Wait(self)
-
-    # ---- the work of an emulated device
-
-    def wait_ahead(self) -> _Wait:
-        """Mark the context as waiting for others while the device works."""
-        return _Wait(self)
-
-    @property
-    def busy_until_s(self) -> float:
-        """End of the device's work on the clock of ``time.monotonic``; 0 if it has none."""
-        return self._busy_until_ns / 1e9
-
-    def begin(self) -> None:
-        """Begin an instruction."""
-        self._awaited_ns = 0
-        if self._busy_until_ns and self._busy_until_ns <= time.monotonic_ns():
-            self.settle()
-
-    def now_ns(self) -> int:
-        """Return the time on the device: that of the host, or the end of the device's work."""
-        return max(self._busy_until_ns, time.monotonic_ns())
-
-    def work(self, end_ns: int) -> None:
-        """Give the device, which has no work, some that ends at a time."""
-        self._busy_until_ns = end_ns
-
-    def after_work(self, act: Callable[[], object]) -> None:
-        """Do something when the device's work has ended: at once if it has none."""
-        if self._busy_until_ns > time.monotonic_ns():
-            self._due.append(act)
-        else:
-            self.settle()
-            act()
-
-    def settle(self) -> int:
-        """Wait for the end of the device's work, and do what is due then.
-
-        Returns:
-            Since when the host has nothing else to do: the end of the work, or now if that had passed; 0 if there was
-            no work.
-        """
-        end_ns, self._busy_until_ns = self._busy_until_ns, 0
-        if not end_ns:
-            return 0
-        if end_ns > time.monotonic_ns():
-            with _Wait(self):
-                sleep_until(end_ns)
-            self._awaited_ns = end_ns
-        due, self._due = self._due, []
-        for act in due:
-            act()
-        if due:
-            os.sched_yield()  # others' devices end their work at the same time
-        return self._awaited_ns or time.monotonic_ns()
-
-    def awaited(self, at_ns: int) -> None:
-        """Record that the host has waited for an input, and since when both were there: the input and the host."""
-        self._awaited_ns = max(self._awaited_ns, at_ns)
-
-    def came(self, at_ns: int) -> None:
-        """Record that an input was there when the host looked, and since when."""
-        if self._awaited_ns:
-            self._awaited_ns = max(self._awaited_ns, at_ns)
-
-    def ready_ns(self) -> int:
-        """End the device's work; return since when the device could do the work of this instruction.
-
-        That is now, unless the host had to wait: then all was there before the host woke up and, as an accelerator
-        would, the device has begun without the host.
-        """
-        self.settle()
-        return self._awaited_ns or time.monotonic_ns()
+    def wait(self) -> Wait:
+        """Mark the context as waiting for others, which is not a stall of this worker."""
+        return Wait(self)
 
 
-class _Wait:
+class Wait:
     """A context that is marked as waiting; entered at each wait of a routine, it costs less than a generator."""
 
     __slots__ = ("_before", "_progress")
@@ -122,23 +35,7 @@ class _Wait:
         self._before, self._progress.waiting = self._progress.waiting, True
 
     def __exit__(self, *error: object) -> None:
-        self._progress.waiting, self._progress._awaited_ns = self._before, 0  # but for waits that say how long
-
-
-def wait_until(end_ns: int, progress: WorkerProgress) -> None:
-    """Sleep until a time on the clock of ``time.monotonic_ns``, never less.
-
-    Args:
-        end_ns: The time; returns at once if it has passed.
-        progress: Notified of the wait, so that the worker does not appear to hang.
-    """
-    if end_ns > time.monotonic_ns():
-        since_ns = progress.settle()
-        with progress.wait():
-            sleep_until(end_ns)
-        progress.awaited(max(end_ns, since_ns))
-    else:
-        progress.came(end_ns)
+        self._progress.waiting = self._before
 
 
 class PeakMeter(Protocol):
@@ -200,14 +97,10 @@ class Trace:
             self._running = True
             self._peak_before, meter.peak_bytes = meter.peak_bytes, meter.used_bytes
 
-    def ready(self, at_ns: int | None = None) -> None:
-        """Record that the inputs of the instruction are present, which is its effective start.
-
-        Args:
-            at_ns: Since when, on a device that is not asynchronous; now by default.
-        """
+    def ready(self) -> None:
+        """Record that the inputs of the instruction are present, which is its effective start."""
         if self._running:
-            self._times[-1] = self._now() if at_ns is None or self._accelerator is not None else at_ns
+            self._times[-1] = self._now()
 
     def until(self, end_ns: int) -> None:
         """Record the arrival time of the instruction's sends, which may be later than its end."""

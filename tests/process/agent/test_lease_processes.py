@@ -1,6 +1,7 @@
 """Leases are kept apart, and nothing of them is left when they end, whatever their workers have started.
 
-What a worker leaves is made here by programs that stand in for one, since a real one cannot start any.
+Where there are neither cgroups nor users, a zygote ends what a worker has left: see tests/process/test_zygote.py. What
+a worker leaves is made here by programs that stand in for one, since a real one cannot start any.
 """
 
 from __future__ import annotations
@@ -17,14 +18,13 @@ import pytest
 
 from onebox.agent import workers as module
 from onebox.agent.admission import Share
-from onebox.agent.cgroups import LeaseCgroups
-from onebox.agent.lease_processes import KEPT_S, LeaseIsolation
-from onebox.agent.workers import LeaseClosed, LeasedWorker, LeaseEvent, LeaseNotStarted, LeaseReady, Workers
+from onebox.agent.cgroups import LeaseCgroup, LeaseCgroups
+from onebox.agent.lease_processes import LeaseIsolation
+from onebox.agent.lease_zygotes import LeaseZygotes
+from onebox.agent.workers import LeaseClosed, LeasedWorker, LeaseEvent, LeaseReady, Workers
 from onebox.pool.launch import worker_user
-from onebox.pool.launch.worker_user import LeaseUsers, running_process, running_processes
-from onebox.pool.launch.zygotes import Zygotes
+from onebox.pool.launch.worker_user import LeaseUsers, running_process
 from onebox.wire import new_keys
-from onebox.worker.sandbox import seccomp
 from tests.kit.waiting import until
 
 SHARE = Share(device="cpu", threads=1, memory_bytes=1 << 26)
@@ -35,27 +35,15 @@ as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root starts process
 LEAVE = "(setsid sh -c 'echo $$ >&2; exec sleep 600' >/dev/null &)"
 """A process with a session of its own, whose parent has ended; its number goes to standard error."""
 
-PATCH = f"""
-import subprocess, sys
-if {{"onebox.worker.process.fork_server", "onebox.worker.process.zygote"}} & {{*sys.orig_argv}}:
-    import onebox.worker.process.main as worker
-    worker.main = lambda *given: subprocess.run(["sh", "-c", {LEAVE!r}])
-"""
-
 
 @pytest.fixture
 def leaves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Workers leave a process behind, and then wait for their end; they are started without a fork server.
+    """Workers leave a process behind, and then wait for their end; no zygote forks them.
 
-    As real ones, they first take a moment, in which their lease's cgroup takes them in.
+    As real ones, they first wait for their configuration.
     """
-
-    def fail(*given: Any) -> None:
-        raise OSError
-
-    monkeypatch.setattr("onebox.agent.lease_processes.ForkServerProcess", fail)
-    monkeypatch.setattr(Zygotes, "find", lambda *given: None)
-    monkeypatch.setattr(LeasedWorker, "command", ("/bin/sh", "-c", f"sleep 0.3; {LEAVE}; exec cat >/dev/null"))
+    monkeypatch.setattr(LeaseZygotes, "prepare", lambda *given: True)
+    monkeypatch.setattr(LeasedWorker, "command", ("/bin/sh", "-c", f"read configuration; {LEAVE}; exec cat >/dev/null"))
 
 
 @pytest.fixture(autouse=True)
@@ -88,6 +76,11 @@ def cgroups() -> Iterator[LeaseCgroups]:
         pytest.skip(made.state)
     yield made
     made.close()
+
+
+def folder_of(cgroups: LeaseCgroups) -> Path:
+    assert cgroups.folder is not None
+    return cgroups.folder
 
 
 def started(isolation: LeaseIsolation, *leases: int) -> Workers:
@@ -149,7 +142,7 @@ def test_each_lease_has_a_cgroup_and_nothing_of_it_is_left(cgroups: LeaseCgroups
     left = [left_by(workers, lease) for lease in (1, 2)]
     places = [Path(f"/proc/{process}/cgroup").read_text().splitlines()[-1] for process in left]
     assert [place.rpartition("/")[2] for place in places] == ["lease-1", "lease-2"]
-    folders = [cgroups.folder / f"lease-{lease}" for lease in (1, 2)]
+    folders = [folder_of(cgroups) / f"lease-{lease}" for lease in (1, 2)]
     assert str(left[0]) in (folders[0] / "cgroup.procs").read_text().split()
     assert end(workers, 1) == LeaseClosed(1)
     assert running_process(left[0]) is None and running_process(left[1]) is not None
@@ -161,7 +154,7 @@ def test_each_lease_has_a_cgroup_and_nothing_of_it_is_left(cgroups: LeaseCgroups
 
 def killed_by_the_kernel(cgroups: LeaseCgroups) -> None:
     """Skip where cgroups have no ``cgroup.kill``."""
-    probe = cgroups.folder / "lease-0"
+    probe = folder_of(cgroups) / "lease-0"
     probe.mkdir()
     there = (probe / "cgroup.kill").exists()
     probe.rmdir()
@@ -196,7 +189,7 @@ def test_what_is_frozen_or_forks_ends_with_its_cgroup(cgroups: LeaseCgroups) -> 
             first.stdin.flush()
             until(lambda: len(group.processes()) >= 8)
             processes = group.processes()
-            folder = cgroups.folder / "lease-1"
+            folder = folder_of(cgroups) / "lease-1"
             (folder / "cgroup.freeze").write_text("1")
             until(lambda: "frozen 1" in (folder / "cgroup.events").read_text())
             assert not group.remove()
@@ -211,7 +204,7 @@ def test_what_is_frozen_or_forks_ends_with_its_cgroup(cgroups: LeaseCgroups) -> 
 def test_what_an_agent_left_that_was_killed_is_ended_by_the_next(cgroups: LeaseCgroups) -> None:
     workers = started(LeaseIsolation(None, cgroups), 1)
     left = left_by(workers, 1)
-    gone = cgroups.folder.with_name("onebox-4194304-0")  # no process has this number: pid_max is at most 2^22
+    gone = folder_of(cgroups).with_name("onebox-4194304-0")  # no process has this number: pid_max is at most 2^22
     gone.mkdir()
     (gone / "lease-5").mkdir()
     (gone / "lease-5" / "cgroup.procs").write_text(str(left))
@@ -220,19 +213,6 @@ def test_what_an_agent_left_that_was_killed_is_ended_by_the_next(cgroups: LeaseC
     LeaseCgroups().close()
     assert not gone.exists()
     workers.close()
-
-
-def test_orphans_are_children_of_their_leases_fork_server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "sitecustomize.py").write_text(PATCH)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    workers = started(LeaseIsolation(), 1)
-    crew = workers._crews[1]
-    until(lambda: workers.attend(set(), 0.0) is not None and crew.workers)
-    left = int(until(crew.workers[0].last_words))
-    until(lambda: (found := running_process(left)) and found.parent == crew.fork_server.pid)
-    until(lambda: any(isinstance(news, LeaseNotStarted) for news in workers.attend(set(workers.descriptors()), 0.0)))
-    assert end(workers, 1) == LeaseClosed(1)
-    assert running_process(left) is None
 
 
 @as_root
@@ -248,90 +228,64 @@ def test_a_user_whose_processes_do_not_end_is_given_to_no_other_lease(
     assert workers.attend(set(workers.descriptors()), 1.0) == []
     assert workers.attend(set(), 1.0 + module.LEAVE_S - 0.1) == []
     assert workers.attend(set(), 1.0 + module.LEAVE_S) == [LeaseClosed(1, (left,))]
-    monkeypatch.undo()
-    os.kill(left, 9)
     found = users.take()
     assert found is not None and found.user == 60811 and users.take() is None
+    os.kill(left, signal.SIGKILL)
+    until(lambda: running_process(left) is None)
+    again = users.take()
+    assert again is not None and again.user == 60810, "no process has it by now"
 
 
-# ---- fork servers that are kept
-
-
-def ready(workers: Workers, lease: int) -> int:
-    """Wait until the single worker of a lease is ready; return its process id."""
-    until(lambda: any(isinstance(news, LeaseReady) for news in turn(workers, 0.0)))
-    (worker,) = workers._crews[lease].workers
-    return worker.pid
-
-
-def parent_of(process: int) -> int:
-    found = running_process(process)
-    assert found is not None
-    return found.parent
+# ---- workers that a zygote forks
 
 
 @pytest.fixture(autouse=True)
 def enough_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fork servers are kept however much memory other tests take."""
+    """There is a zygote however much memory other tests take."""
     monkeypatch.setattr("onebox.agent.lease_processes.SPARE_BYTES", 0)
 
 
-needs_filter = pytest.mark.skipif(not seccomp.supported(), reason="none is kept without a filter of system calls")
+def test_a_forked_worker_is_in_the_cgroup_of_its_lease_before_it_is_told_anything_and_its_zygote_is_not(
+    cgroups: LeaseCgroups, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    places: list[str] = []
+    limit = LeasedWorker.limit
+
+    def place_of(process: int) -> str:
+        return Path(f"/proc/{process}/cgroup").read_text().splitlines()[-1].rpartition("/")[2]
+
+    def limited(self: LeasedWorker) -> None:
+        before = place_of(self.pid)
+        limit(self)
+        places.append(place_of(self.pid))
+        assert before != places[-1] and self.forked
+
+    monkeypatch.setattr(LeasedWorker, "limit", limited)
+    workers = started(LeaseIsolation(None, cgroups), 1, 2)
+    found: list[LeaseReady] = []
+    until(lambda: found.extend(each for each in turn(workers, 0.0) if isinstance(each, LeaseReady)) or len(found) == 2)
+    assert places == ["lease-1", "lease-2"]
+    processes = {ready.lease: ready.workers[0].process for ready in found}
+    (zygote,) = {found.parent for each in processes.values() if (found := running_process(each))}
+    assert not place_of(zygote).startswith("lease-")
+    assert end(workers, 1) == LeaseClosed(1)
+    assert running_process(processes[1]) is None and running_process(processes[2]) is not None
+    assert running_process(zygote) is not None
 
 
-@needs_filter
-def test_leases_of_one_client_share_a_fork_server_and_those_of_others_have_their_own() -> None:
-    workers = started(LeaseIsolation(), 1)
-    first = ready(workers, 1)
-    server = parent_of(first)
-    assert end(workers, 1) == LeaseClosed(1, (), server)
-    assert running_process(first) is None
-    assert [each for each in running_processes() if each.parent == server] == []
+@pytest.mark.usefixtures("leaves")
+def test_a_worker_that_cannot_be_limited_is_told_nothing_and_ends(
+    cgroups: LeaseCgroups, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[int] = []
 
-    assert workers.start(2, [SHARE], "bob", new_keys().public, 1.0, 0.0) is None
-    other = parent_of(ready(workers, 2))
-    assert workers.start(3, [SHARE], "ana", new_keys().public, 1.0, 0.0) is None
-    assert parent_of(ready(workers, 3)) == server != other
+    def refuse(self: LeaseCgroup, process: int, descriptor: int) -> None:
+        tried.append(process)
+        raise OSError(13, "Permission denied")
 
-    assert end(workers, 3).kept == server
-    workers.attend(set(), 2.0 + KEPT_S)
-    assert running_process(server) is None and running_process(other) is not None
-    assert end(workers, 2).kept == other
-    workers.close()
-    assert running_process(other) is None
-
-
-@needs_filter
-def test_a_kept_fork_server_that_is_killed_is_replaced() -> None:
-    workers = started(LeaseIsolation(), 1)
-    server = parent_of(ready(workers, 1))
-    assert end(workers, 1).kept == server
-    os.kill(server, signal.SIGKILL)
-    until(lambda: running_process(server) is None)
-    assert turn(workers, 3.0) == []
-    assert workers.start(2, [SHARE], "ana", new_keys().public, 1.0, 0.0) is None
-    assert parent_of(ready(workers, 2)) != server
-    assert [each.process for each in workers.ended_fork_servers()] == [server]
-
-
-@needs_filter
-def test_a_kept_fork_server_is_in_the_cgroup_of_the_lease_that_it_forks_for(cgroups: LeaseCgroups) -> None:
-    workers = started(LeaseIsolation(None, cgroups), 1)
-    first = ready(workers, 1)
-    server = parent_of(first)
-
-    def places(*processes: int) -> set[str]:
-        found = (Path(f"/proc/{process}/cgroup").read_text().splitlines()[-1] for process in processes)
-        return {place.rpartition("/")[2] for place in found}
-
-    assert places(first, server) == {"lease-1"}
-    assert end(workers, 1).kept == server
-    assert places(server) == {"kept"} and not (cgroups.folder / "lease-1").exists()
-    assert workers.start(2, [SHARE], "ana", new_keys().public, 1.0, 0.0) is None
-    assert places(ready(workers, 2), server) == {"lease-2"}
-    assert end(workers, 2).kept == server
-    folder = cgroups.folder
-    workers.close()
-    assert running_process(server) is None
-    cgroups.close()
-    assert not folder.exists()
+    monkeypatch.setattr(LeaseCgroup, "add", refuse)
+    workers = Workers(host="lab", bind="127.0.0.1", advertise="127.0.0.1", isolation=LeaseIsolation(None, cgroups))
+    why = workers.start(1, [SHARE], "ana", new_keys().public, 1.0, 0.0)
+    assert why == "cpu on lab: no worker could be started: it cannot be limited: Permission denied"
+    assert len(tried) == 1 and running_process(tried[0]) is None
+    assert end(workers, 1) == LeaseClosed(1)

@@ -1,4 +1,4 @@
-"""Fork servers that a zygote has forked: they are what fork servers that import PyTorch themselves are, and nothing of
+"""Workers of leases that a zygote has forked: they are what workers that import PyTorch themselves are, and nothing of
 them, or of the zygote, outlives the agent.
 """
 
@@ -12,6 +12,7 @@ import signal
 import struct
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,21 +21,30 @@ import psutil
 import pytest
 
 from onebox.agent.admission import Share
-from onebox.agent.lease_processes import LeaseIsolation, LeaseProcesses
-from onebox.agent.workers import LeaseClosed, LeaseEvent, LeaseReady, Workers
-from onebox.forking import ForkServerEnded
-from onebox.pool.launch import fork_server as fork_server_module
-from onebox.pool.launch.fork_server import ForkServerProcess, ZygoteProcess, worker_environment
+from onebox.agent.lease_processes import LeaseIsolation
+from onebox.agent.lease_zygotes import RETRY_S, LeaseZygotes
+from onebox.agent.workers import (
+    ClientImportsAlone,
+    LeaseClosed,
+    LeasedWorkerExited,
+    LeaseEvent,
+    LeaseNotStarted,
+    LeaseReady,
+    Workers,
+)
+from onebox.forking import SpawnFailed
+from onebox.pool.launch import zygotes as zygotes_module
+from onebox.pool.launch.worker_process import WorkerProcess
 from onebox.pool.launch.worker_user import WorkerUser, running_process
-from onebox.pool.launch.zygotes import RETRY_S, Zygotes
+from onebox.pool.launch.zygotes import ZygoteProcess, worker_environment
 from onebox.wire import new_keys
 from onebox.wire.protocol.agents import Done, LeaseEnded, Refused, Release, Want, WorkerEnded
 from onebox.worker.sandbox import landlock, seccomp
 from tests.kit import warm
 from tests.kit.waiting import until
-from tests.process.agent.fork_server_state import PATCH
 from tests.process.agent.raw import gone, house
 from tests.process.agent.test_lease_users import readable_by_all
+from tests.process.agent.worker_state import PATCH
 
 ROOT = Path(__file__).resolve().parents[3]
 SHARE = Share(device="cpu", threads=1, memory_bytes=1 << 26)
@@ -49,7 +59,7 @@ as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root starts process
 
 @pytest.fixture(autouse=True)
 def enough_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Zygotes are started and fork servers kept however much memory other tests take."""
+    """Zygotes are started however much memory other tests take."""
     monkeypatch.setattr("onebox.agent.lease_processes.SPARE_BYTES", 0)
 
 
@@ -77,12 +87,13 @@ def turn(workers: Workers, now_s: float = 0.0) -> list[LeaseEvent]:
     return workers.attend({descriptor for descriptor, _ in poll.poll(10)}, now_s)
 
 
-def lease(workers: Workers, number: int, client: str, share: Share = SHARE, now_s: float = 0.0) -> psutil.Process:
-    """Return the worker of a new lease."""
-    assert workers.start(number, [share], client, new_keys().public, 1.0, now_s) is None
-    until(lambda: any(isinstance(news, LeaseReady) for news in turn(workers, now_s)))
-    (worker,) = workers._crews[number].workers
-    return psutil.Process(worker.pid)
+def lease(
+    workers: Workers, number: int, client: str, share: Share = SHARE, now_s: float = 0.0, count: int = 1
+) -> psutil.Process:
+    """Return the first worker of a new lease."""
+    assert workers.start(number, [share] * count, client, new_keys().public, 1.0, now_s) is None
+    (ready,) = until(lambda: [news for news in turn(workers, now_s) if isinstance(news, LeaseReady)])
+    return psutil.Process(ready.workers[0].process)
 
 
 def end(workers: Workers, number: int) -> None:
@@ -90,10 +101,11 @@ def end(workers: Workers, number: int) -> None:
     until(lambda: any(isinstance(news, LeaseClosed) for news in turn(workers)))
 
 
-def ancestors(worker: psutil.Process) -> list[int]:
-    """Return the fork server of a worker, and what is between it and this process."""
-    found = [each.pid for each in worker.parents()]
-    return found[: found.index(os.getpid())]
+def zygote_of(worker: psutil.Process) -> int | None:
+    """Return the zygote that has forked a worker; ``None`` if this process has started it."""
+    (parent, *_) = worker.parents()
+    assert parent.pid == os.getpid() or (parent.ppid() == os.getpid() and parent.name() == "onebox-zygote")
+    return None if parent.pid == os.getpid() else parent.pid
 
 
 def library(process: int) -> str:
@@ -110,7 +122,7 @@ def states(folder: Path, *user: str) -> dict[str, Any]:
     (folder / "sitecustomize.py").write_text(PATCH)
     for each in (folder, *folder.parents[:3]):
         each.chmod(each.stat().st_mode | 0o055)
-    line = [sys.executable, "-m", "tests.process.agent.fork_server_state", *user]
+    line = [sys.executable, "-m", "tests.process.agent.worker_state", *user]
     environment = {
         **warm.single(),
         "PYTHONPATH": os.pathsep.join(map(str, (folder, ROOT))),
@@ -140,59 +152,64 @@ def states(folder: Path, *user: str) -> dict[str, Any]:
 
 def check_states(found: dict[str, Any]) -> None:
     """Require that both kinds are the same, and that the zygote has nothing of the agent."""
-    for which in ("server", "worker"):
-        forked, started = found["forked"][which], found["started"][which]
-        limits = [MAX_DATA.search(each["limits"]) for each in (forked, started)]
-        if None not in limits and which == "worker":  # what it may take beside what it has, which differs
-            assert abs(int(limits[0][1]) - int(limits[1][1])) < 64 << 20
-            for each in (forked, started):
-                each["limits"] = MAX_DATA.sub("", each["limits"])
-        assert forked == started
-    (probed,) = re.findall(r"probed .*", found["forked"]["words"])
-    assert probed in found["started"]["words"]
+    forked, started = found["forked"], found["started"]
+    words = [each.pop("words") for each in (forked, started)]
+    limits = [MAX_DATA.search(each["limits"]) for each in (forked, started)]
+    if None not in limits:  # what it may take beside what it has, which differs
+        assert abs(int(limits[0][1]) - int(limits[1][1])) < 64 << 20
+        for each in (forked, started):
+            each["limits"] = MAX_DATA.sub("", each["limits"])
+    assert forked == started
+    (probed,) = re.findall(r"probed .*", words[0])
+    assert probed in words[1]
     if landlock.version() and seccomp.supported():
         refused = dict(re.findall(r"'(\w+)': (\d+)", probed))
         assert {refused[name] for name in ("read", "write", "signal", "memory", "fork")} <= {"1", "13"}
     zygote = found["zygote"]
     assert "must not be seen" not in zygote["environ"] and "OMP_NUM_THREADS=1\0" in zygote["environ"]
-    assert zygote["environ"] == found["forked"]["server"]["environ"]
+    assert zygote["environ"] == forked["environ"]
     kinds = [what for what, _ in zygote["descriptors"] if what != "anon_inode:[landlock-ruleset]"]
     assert len(kinds) == 5 and kinds[:2] == ["/dev/null"] * 2  # beside them standard error
     assert kinds[3:] == ["anon_inode:[pidfd]", "socket:[]"], "the agent's process, and the socket to it"
     assert zygote["Threads"] == "1" and zygote["leads its session"]
+    assert zygote["owner of its memory"] == 0 or os.geteuid() != 0, "no process of its user may inspect it"
 
 
-def test_a_forked_fork_server_and_its_worker_are_what_started_ones_are(tmp_path: Path) -> None:
+def test_a_forked_worker_is_what_a_started_one_is(tmp_path: Path) -> None:
     check_states(states(tmp_path))
 
 
 @as_root
-def test_so_they_are_with_a_user_of_their_own_and_the_zygote_has_the_capabilities_to_change_it(tmp_path: Path) -> None:
+def test_so_it_is_with_a_user_of_its_own_and_the_zygote_has_the_capabilities_to_change_it(tmp_path: Path) -> None:
     found = states(tmp_path, USER)
     check_states(found)
-    server, zygote = found["forked"]["server"], found["zygote"]
-    assert server["Uid"].split() == server["Gid"].split() == [USER] * 4 and not server["Groups"].split()
-    assert [server[name] for name in ("CapPrm", "CapEff", "CapInh", "CapAmb")] == ["0" * 16] * 4
+    worker, zygote = found["forked"], found["zygote"]
+    assert worker["Uid"].split() == worker["Gid"].split() == [USER] * 4 and not worker["Groups"].split()
+    assert [worker[name] for name in ("CapPrm", "CapEff", "CapInh", "CapAmb")] == ["0" * 16] * 4
     assert [zygote[name] for name in ("CapPrm", "CapEff")] == [f"{1 << 6 | 1 << 7:016x}"] * 2  # CAP_SETGID, CAP_SETUID
-    assert zygote["owner of its memory"] == 0 and zygote["Uid"].split() == ["0"] * 4, "which security.md says"
+    assert zygote["Uid"].split() == ["0"] * 4, "which security.md says"
 
 
 @as_root
 @pytest.mark.parametrize("users", [False, True])
 def test_a_zygote_of_root_forks_none_without_a_user_and_another_none_with_one(users: bool) -> None:
-    environment = worker_environment(1)
-    zygote = ZygoteProcess(environment, users=users)
+    zygote = ZygoteProcess(worker_environment(1), users=users)
+    try:
+        for account in (None if users else WorkerUser(60830, 60830), WorkerUser(0, 0)):
+            with tempfile.TemporaryFile() as words, pytest.raises(SpawnFailed, match="is no user for a process of"):
+                zygote.fork_worker(words, account)
+        assert not psutil.Process(zygote.pid).children()
+    finally:
+        zygote.close()
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="of root, which may do anything with any process")
+def test_no_process_of_its_user_may_inspect_a_zygote() -> None:
+    zygote = ZygoteProcess(worker_environment(1))
     try:
         assert zygote.wait_ready(WAIT_S)
-        made = ForkServerProcess(environment, None if users else WorkerUser(60830, 60830), zygote)
-        with pytest.raises(ForkServerEnded, match="is no user for a fork of this zygote") as ended:
-            made.wait_ready(WAIT_S)
-        assert "Traceback" not in str(ended.value)
-        made.close()
-        root = ForkServerProcess(environment, WorkerUser(0, 0), zygote)
-        with pytest.raises(ForkServerEnded, match="is no user for a fork of this zygote"):
-            root.wait_ready(WAIT_S)
-        root.close()
+        with pytest.raises(PermissionError):
+            Path(f"/proc/{zygote.pid}/environ").read_bytes()
     finally:
         zygote.close()
 
@@ -220,27 +237,24 @@ for _ in range(2):
 # ---- whose they are
 
 
-def test_clients_have_fork_servers_of_their_own_and_one_zygote(made: Callable[..., Workers]) -> None:
+def test_workers_of_all_clients_are_children_of_one_zygote(made: Callable[..., Workers]) -> None:
     workers = made()
     ana, bob, again = (lease(workers, number, client) for number, client in enumerate(("ana", "bob", "ana")))
-    chains = [ancestors(each) for each in (ana, bob, again)]
-    assert {len(chain) for chain in chains} == {2} and len({chain[1] for chain in chains}) == 1
-    assert len({chain[0] for chain in chains}) == 3
-    assert psutil.Process(chains[0][1]).name() == "onebox-zygote"
+    (zygote,) = {zygote_of(each) for each in (ana, bob, again)}
+    assert zygote is not None
     assert library(ana.pid) == library(bob.pid), "which docs/concepts/security.md says"
+    sessions = {os.getsid(each.pid) for each in (ana, bob, again)}
+    assert sessions == {ana.pid, bob.pid, again.pid}
     end(workers, 0)
-    third = lease(workers, 3, "cy")
-    assert ancestors(third)[0] not in {chain[0] for chain in chains}
-    assert ancestors(lease(workers, 4, "ana"))[0] == chains[0][0], "which was kept"
-    processes = [each.pid for each in (bob, again, third)] + [each for chain in chains for each in chain]
+    assert zygote_of(lease(workers, 3, "cy")) == zygote
     workers.close()
-    assert gone(processes) and not workers.ended_zygotes()
+    assert gone([zygote, bob.pid, again.pid]) and not workers.ended_zygotes()
 
 
-def test_without_a_zygote_clients_have_other_addresses(made: Callable[..., Workers]) -> None:
+def test_without_a_zygote_workers_have_other_addresses(made: Callable[..., Workers]) -> None:
     workers = made(import_per_client=True)
     ana, bob = lease(workers, 1, "ana"), lease(workers, 2, "bob")
-    assert [len(ancestors(each)) for each in (ana, bob)] == [1, 1]
+    assert zygote_of(ana) is zygote_of(bob) is None
     assert library(ana.pid) != library(bob.pid)
 
 
@@ -250,23 +264,28 @@ def test_another_number_of_threads_has_another_zygote(made: Callable[..., Worker
         lease(workers, number, client, share)
         for number, (client, share) in enumerate((("ana", SHARE), ("bob", WIDE), ("cy", WIDE)))
     )
-    zygotes = [ancestors(each)[1] for each in (narrow, wide, again)]
-    assert zygotes[0] != zygotes[1] == zygotes[2]
+    zygotes = [zygote_of(each) for each in (narrow, wide, again)]
+    assert zygotes[0] != zygotes[1] == zygotes[2] and None not in zygotes
     for worker, threads in ((narrow, "1"), (wide, "2")):
-        assert all(
-            psutil.Process(each).environ()["OMP_NUM_THREADS"] == threads for each in [worker.pid, *ancestors(worker)]
-        )
+        assert worker.environ()["OMP_NUM_THREADS"] == threads
+
+
+def test_a_lease_with_two_numbers_of_threads_has_workers_of_two_zygotes(made: Callable[..., Workers]) -> None:
+    workers = made()
+    assert workers.start(1, [SHARE, WIDE], "ana", new_keys().public, 1.0, 0.0) is None
+    (ready,) = until(lambda: [news for news in turn(workers) if isinstance(news, LeaseReady)])
+    zygotes = {zygote_of(psutil.Process(each.process)) for each in ready.workers}
+    assert len(zygotes) == 2 and None not in zygotes
 
 
 def test_a_lease_that_is_given_back_at_once_leaves_nothing(made: Callable[..., Workers]) -> None:
     workers = made()
-    (zygote,) = {ancestors(lease(workers, 0, "ana"))[1]}
+    zygote = zygote_of(lease(workers, 0, "ana"))
     for number in range(1, 4):
         assert workers.start(number, [SHARE], f"client {number}", new_keys().public, 1.0, 0.0) is None
         end(workers, number)
     end(workers, 0)
-    kept = workers._kept._kept[0].process
-    until(lambda: [each.pid for each in psutil.Process(zygote).children()] == [kept])
+    until(lambda: not psutil.Process(zygote).children())
 
 
 # ---- how they end
@@ -275,44 +294,58 @@ def test_a_lease_that_is_given_back_at_once_leaves_nothing(made: Callable[..., W
 def test_a_killed_zygote_is_replaced_and_leases_go_on(made: Callable[..., Workers]) -> None:
     workers = made()
     before = lease(workers, 1, "ana")
-    zygote = ancestors(before)[1]
+    zygote = zygote_of(before)
+    assert zygote is not None
     os.kill(zygote, signal.SIGKILL)
-    until(lambda: turn(workers) == [] and workers._zygotes is not None and not list(workers._zygotes.descriptors()))
-    (news,) = workers.ended_zygotes()
+    (news,) = until(lambda: turn(workers) == [] and workers.ended_zygotes())
     assert news.process == zygote and news.why == "it has ended"
     after = lease(workers, 2, "bob")
-    assert ancestors(after)[1] != zygote and before.is_running()
+    assert zygote_of(after) not in (zygote, None) and before.is_running()
     end(workers, 1)
-    server = workers._kept._kept[0].process
-    assert lease(workers, 3, "ana").ppid() == server, "which was kept, although its parent has ended"
-    workers.close()
-    assert gone([server])
+    assert gone([before.pid])
 
 
 def test_a_zygote_that_is_killed_as_a_lease_begins_is_done_without(made: Callable[..., Workers]) -> None:
     workers = made()
-    zygote = ancestors(lease(workers, 1, "ana"))[1]
+    zygote = zygote_of(lease(workers, 1, "ana"))
+    assert zygote is not None
     os.kill(zygote, signal.SIGKILL)
     assert gone([zygote])
-    after = lease(workers, 2, "bob")
-    assert len(ancestors(after)) == 1
+    assert zygote_of(lease(workers, 2, "bob")) is None
     assert [each.process for each in workers.ended_zygotes()] == [zygote]
 
 
 def test_a_stopped_zygote_holds_up_no_lease_for_long(
     made: Callable[..., Workers], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fork_server_module, "ZYGOTE_FORK_S", 0.2)
+    monkeypatch.setattr("onebox.agent.lease_zygotes.SPAWN_S", 0.2)
     workers = made()
-    zygote = ancestors(lease(workers, 1, "ana"))[1]
+    zygote = zygote_of(lease(workers, 1, "ana"))
+    assert zygote is not None
     os.kill(zygote, signal.SIGSTOP)
-    assert len(ancestors(lease(workers, 2, "bob"))) == 1
+    assert zygote_of(lease(workers, 2, "bob")) is None
     (news,) = workers.ended_zygotes()
     assert news.process == zygote and "nothing was forked within 0.2 s" in news.why
     assert gone([zygote])
-    assert len(ancestors(lease(workers, 3, "cy"))) == 1, "no other is started at once"
+    assert zygote_of(lease(workers, 3, "cy")) is None, "no other is started at once"
     end(workers, 3)
-    assert len(ancestors(lease(workers, 4, "di", now_s=RETRY_S))) == 2
+    assert zygote_of(lease(workers, 4, "di", now_s=RETRY_S)) is not None
+
+
+def test_a_zygote_that_is_to_give_way_tells_how_its_workers_end(
+    made: Callable[..., Workers], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workers = made()
+    worker = lease(workers, 1, "ana")
+    zygote = zygote_of(worker)
+    assert zygote is not None
+    monkeypatch.setattr("onebox.agent.lease_processes.SPARE_BYTES", 1 << 60)
+    assert until(lambda: turn(workers, 10.0) == [] and workers.ended_zygotes())[0].why == "memory is short"
+    assert zygote_of(lease(workers, 2, "bob")) is None
+    os.kill(worker.pid, signal.SIGSEGV)
+    exited = until(lambda: [each for each in turn(workers) if isinstance(each, LeasedWorkerExited)])
+    assert exited[0].exit_status == -signal.SIGSEGV
+    until(lambda: turn(workers) == [] and running_process(zygote) is None)
 
 
 @pytest.mark.parametrize("how", ["fails", "hangs"])
@@ -320,15 +353,15 @@ def test_a_zygote_whose_imports_fail_or_hang_is_done_without(
     made: Callable[..., Workers], monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     program = "raise ImportError('no torch here')" if how == "fails" else "import time; time.sleep(600)"
-    monkeypatch.setattr(fork_server_module, "ZYGOTE_COMMAND", (sys.executable, "-P", "-c", program))
-    monkeypatch.setattr("onebox.pool.launch.zygotes.IMPORT_S", 60.0 if how == "fails" else 0.0)
+    monkeypatch.setattr(zygotes_module, "COMMAND", (sys.executable, "-P", "-c", program))
+    monkeypatch.setattr("onebox.agent.lease_zygotes.IMPORT_S", 60.0 if how == "fails" else 0.0)
     workers = made()
-    assert len(ancestors(lease(workers, 1, "ana"))) == 1
+    assert zygote_of(lease(workers, 1, "ana")) is None
     (news,) = workers.ended_zygotes()
     assert ("ImportError: no torch here" if how == "fails" else "not ready after 0 s") in news.why
     assert running_process(news.process) is None
     assert workers.start(2, [SHARE], "bob", new_keys().public, 1.0, RETRY_S - 1) is None
-    assert not list(workers._zygotes.descriptors()) if workers._zygotes else False
+    assert not workers.pressed and len(list(workers.descriptors())) == 3, "those of the workers, and no zygote"
 
 
 FAILING = """
@@ -340,46 +373,27 @@ atexit.register(lambda: print("left as an interpreter ends", file=sys.stderr, fl
 def fail(*given, **named):
     raise PermissionError(1, "setgroups")
 
-zygote._take_user = fail
-zygote.main(users=False)
+zygote.serve_worker = fail
+zygote.main(users=False, stays=True)
 os._exit(0)
 """
-"""A zygote none of whose forks can take its user."""
+"""A zygote none of whose forks can become a worker."""
 
 
-def test_a_zygote_whose_forks_fail_is_told_of_and_done_without(
+def test_a_client_of_whom_a_fork_fails_is_told_and_does_without(
     made: Callable[..., Workers], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fork_server_module, "ZYGOTE_COMMAND", (sys.executable, "-P", "-c", FAILING))
-    limited: list[int] = []
-    monkeypatch.setattr(LeaseProcesses, "add", lambda self, process, descriptor: limited.append(process))
+    monkeypatch.setattr(zygotes_module, "COMMAND", (sys.executable, "-P", "-c", FAILING))
     workers = made()
-    first = lease(workers, 1, "ana")
-    (server,) = ancestors(first)
-    assert limited[-2:] == [server, first.pid]
-    assert psutil.Process(server).name() == "onebox-fork-srv", "which has imported PyTorch itself"
-    turn(workers)
-    (news,) = workers.ended_zygotes()
-    assert "a fork server that it has forked fails" in news.why and "PermissionError" in news.why
-    assert "left as" not in news.why, "it would clean up what is the zygote's"
-    assert gone([news.process]) and first.is_running()
-    assert len(ancestors(lease(workers, 2, "bob", now_s=RETRY_S - 1))) == 1
-    assert not workers.ended_zygotes(), "no other is started at once"
+    assert workers.start(1, [SHARE], "ana", new_keys().public, 1.0, 0.0) is None
+    found = until(lambda: turn(workers))
+    assert found[0] == ClientImportsAlone(1, "a forked worker ended as it started")
+    assert isinstance(found[1], LeaseNotStarted)
+    assert "PermissionError" in found[1].why
+    assert "left as" not in found[1].why, "it would clean up what is the zygote's"
+    assert zygote_of(lease(workers, 2, "ana")) is None
+    assert not workers.ended_zygotes()
 
-
-CRASHING = """
-import faulthandler, os
-import onebox.worker.process.fork_server as fork_server
-
-def crash(*given):
-    faulthandler.enable()
-    os.abort()
-
-fork_server.serve_worker = crash
-fork_server.main()
-os._exit(0)
-"""
-"""A fork server whose workers crash."""
 
 SERVE = """
 import signal, sys
@@ -410,7 +424,7 @@ def test_all_end_with_an_agent_that_is_killed_or_interrupted(stopped: bool) -> N
         ) as agent:
             assert agent.stdout is not None and agent.stdout.readline() == b"ready\n"
             family = psutil.Process(agent.pid).children(recursive=True)
-            assert sorted(each.name() for each in family) == ["onebox-fork-srv", "onebox-worker", "onebox-zygote"]
+            assert sorted(each.name() for each in family) == ["onebox-worker", "onebox-zygote"]
             if stopped:
                 for each in family:
                     each.suspend()
@@ -425,17 +439,18 @@ def test_the_journal_tells_of_a_zygote_that_has_ended_and_a_new_client_is_served
     with house() as agent:
         ana = agent.client("ana")
         leased = ana.lease(Want("cpu", threads=1))
-        zygote = ancestors(psutil.Process(leased.workers[0].process))[1]
+        zygote = zygote_of(psutil.Process(leased.workers[0].process))
+        assert zygote is not None
         os.kill(zygote, signal.SIGKILL)
         agent.until("zygote-ended")
         assert agent.told("zygote-ended") == [{"process": zygote, "reason": "it has ended"}]
         other = agent.client("bob").lease(Want("cpu", threads=1))
-        assert ancestors(psutil.Process(other.workers[0].process))[1] != zygote
+        assert zygote_of(psutil.Process(other.workers[0].process)) not in (zygote, None)
         (began,) = agent.told("started")
         assert began["imports"] == "one for all clients"
 
 
-def test_an_agent_imports_for_each_client_where_its_owner_says_so(tmp_path: Path) -> None:
+def test_an_agent_imports_for_each_worker_where_its_owner_says_so(tmp_path: Path) -> None:
     line = [sys.executable, "-m", "onebox", "serve", "--bind", "127.0.0.1", "--port", "0", "--devices", "sim"]
     environment = warm.single() | {"ONEBOX_CONFIG": str(tmp_path)}
     options = ["--import-per-client", *(["--allow-root"] if os.geteuid() == 0 else [])]
@@ -443,7 +458,7 @@ def test_an_agent_imports_for_each_client_where_its_owner_says_so(tmp_path: Path
         try:
             assert agent.stdout is not None
             began = json.loads(agent.stdout.readline())
-            assert (began["event"], began["imports"]) == ("started", "one for each client")
+            assert (began["event"], began["imports"]) == ("started", "one for each worker")
         finally:
             agent.terminate()
 
@@ -457,25 +472,32 @@ def canary(process: int) -> bytes:
         return memory.read(16)
 
 
-def test_after_a_crash_new_leases_have_other_addresses_and_running_ones_go_on() -> None:
+def test_after_a_crash_its_client_imports_alone_and_others_keep_their_zygote() -> None:
     with house() as agent:
         ana, bob = agent.client("ana"), agent.client("bob")
         crashed, running = (each.lease(Want("cpu", threads=1)) for each in (ana, bob))
         crash, neighbour = (psutil.Process(each.workers[0].process) for each in (crashed, running))
-        zygote = ancestors(crash)[1]
-        assert canary(crash.pid) == canary(neighbour.pid), "which docs/concepts/security.md says"
+        zygote = zygote_of(crash)
+        assert zygote == zygote_of(neighbour) is not None
+        others = canary(neighbour.pid), library(neighbour.pid)
+        assert canary(crash.pid) == others[0], "which docs/concepts/security.md says"
         os.kill(crash.pid, signal.SIGSEGV)
         ana.take(WorkerEnded)
-        agent.until("zygote-ended")
-        reason = "a worker that descends from it ended by SIGSEGV"
-        assert agent.told("zygote-ended") == [{"process": zygote, "reason": reason}]
-        ana.send(Release(ana.number(), crashed.lease))
-        ana.take(Done)
-        again = psutil.Process(ana.lease(Want("cpu", threads=1)).workers[0].process)
-        assert canary(again.pid) != canary(neighbour.pid) and library(again.pid) != library(neighbour.pid)
+        agent.until("imports-alone")
+        assert agent.told("imports-alone") == [
+            {"client": "ana", "lease": crashed.lease, "reason": "a worker ended by SIGSEGV"}
+        ]
         bob.send(Release(bob.number(), running.lease))
         bob.take(Done)
         assert not any(isinstance(message, WorkerEnded | LeaseEnded) for message in bob.heard)
+        ana.send(Release(ana.number(), crashed.lease))
+        ana.take(Done)
+        ana.heard.clear()  # such as what was told twice
+        again = psutil.Process(ana.lease(Want("cpu", threads=1)).workers[0].process)
+        assert zygote_of(again) is None
+        assert canary(again.pid) != others[0] and library(again.pid) != others[1]
+        other = psutil.Process(agent.client("cy").lease(Want("cpu", threads=1)).workers[0].process)
+        assert zygote_of(other) == zygote and not agent.told("zygote-ended")
 
 
 def test_a_client_whose_worker_crashes_gets_no_address() -> None:
@@ -487,9 +509,13 @@ def test_a_client_whose_worker_crashes_gets_no_address() -> None:
         assert "hread 0x… " in ended.last_words and not ADDRESS.search(ended.last_words)
 
 
+CRASHING = "import faulthandler, os; faulthandler.enable(); os.abort()"
+"""A worker that crashes as it starts."""
+
+
 def test_a_client_whose_worker_crashes_as_it_starts_gets_no_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fork_server_module, "COMMAND", (sys.executable, "-P", "-c", CRASHING))
-    monkeypatch.setattr(Zygotes, "find", lambda *given: None)
+    monkeypatch.setattr(WorkerProcess, "command", (sys.executable, "-P", "-c", CRASHING))
+    monkeypatch.setattr(LeaseZygotes, "spawn_worker", lambda *given: None)
     with house() as agent:
         ana = agent.client("ana")
         ana.ask(Want("cpu", threads=1))

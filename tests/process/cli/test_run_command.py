@@ -71,10 +71,10 @@ print(*(child.name() for child in psutil.Process().children()))
 
 
 def test_a_script_waits_for_nothing_that_it_does_not_need(tmp_path: Path) -> None:
-    """The compiler of PyTorch and the planner take seconds to import. One fork server is started, early."""
+    """The compiler of PyTorch and the planner take seconds to import. One zygote is started, early."""
     line = [sys.executable, "-m", "onebox", "run", *ONE, str(script(tmp_path, IMPORTS))]  # nothing is imported before
     done = subprocess.run(line, capture_output=True, text=True, timeout=WITHIN_S, check=True)
-    assert done.stdout.splitlines() == ["", "onebox-fork-srv"], done.stderr
+    assert done.stdout.splitlines() == ["", "onebox-zygote"], done.stderr
 
 
 @pytest.mark.feature("Command line: Run a script or module")

@@ -77,7 +77,7 @@ def remains() -> list[str]:
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
             found.append(" ".join(process.cmdline()))
-    return [line for line in found if "WorkerActor" in line]
+    return [line for line in found if "AgentActor" in line]
 
 
 @pytest.fixture(autouse=True)

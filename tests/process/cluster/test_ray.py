@@ -8,14 +8,15 @@ import signal
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import psutil
 import pytest
 
+from onebox.cluster.spec import GPU_MEMORY
 from onebox.errors import PoolError, UsageError, WorkerDied, WorkerHung
 from onebox.plan import Plan
 from onebox.pool import open_pool
-from onebox.pool.backends.ray.ray_spec import GPU_MEMORY
 from tests.kit.reference import assert_same
 from tests.kit.stages import reference, run, staged
 from tests.process.cluster.conftest import HEAD, OTHER, Nodes
@@ -26,9 +27,9 @@ SIZES = (8, 8, 5, 8)
 THIRD = "127.0.0.4"
 
 
-def owner(process: int) -> psutil.Process:
-    """Return the parent of a worker: its actor."""
-    return psutil.Process(psutil.Process(process).ppid())
+def actor_of(process: int) -> psutil.Process:
+    """Return the actor whose agent has started a worker."""
+    return next(each for each in psutil.Process(process).parents() if "AgentActor" in " ".join(each.cmdline()))
 
 
 @pytest.mark.feature("Clusters: Train on a Ray cluster, from inside or outside")
@@ -39,7 +40,7 @@ def test_two_nodes_train_as_one_process_does_and_a_killed_worker_is_replaced(nod
         assert {device.address for device in pool.devices} == {HEAD, OTHER}
         assert len({device.host for device in pool.devices}) == 2
         assert [(device.memory_bytes, device.threads) for device in pool.devices] == [(512 << 20, 1)] * 2
-        assert all("WorkerActor" in " ".join(owner(process).cmdline()) for process in pool.process_ids)
+        assert len({actor_of(process) for process in pool.process_ids}) == 2
         replicas = Plan.data_parallel(range(2), (1.0, 1.0), micro_batch=3)
         assert_same(run(pool, "mlp", replicas, SIZES), reference("mlp", replicas, SIZES))
         stages = staged("mlp", [0, 1])
@@ -74,7 +75,7 @@ def test_a_killed_node_is_noticed_and_its_worker_moves_to_another_and_a_killed_a
         assert pool.devices[worker].address == THIRD
         train(pool, "workers", 2)
 
-        owner(pool.process_ids[worker]).kill()
+        actor_of(pool.process_ids[worker]).kill()
         raised = fails(lambda: train(pool, "workers", 10_000))
         assert raised.after_s < WITHIN_S
         assert isinstance(raised.error, WorkerDied | WorkerHung)
@@ -84,7 +85,7 @@ def test_a_killed_node_is_noticed_and_its_worker_moves_to_another_and_a_killed_a
 def test_a_worker_of_a_killed_node_is_given_up_where_there_is_no_room_for_it(
     nodes: Nodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("onebox.pool.backends.ray.ray_source.ROOM_S", 1.0)
+    monkeypatch.setattr("onebox.cluster.source.ROOM_S", 1.0)
     with open_pool("ray/cpu*2/spread") as pool:
         worker = next(device.number for device in pool.devices if device.address != HEAD)
         nodes.kill(pool.devices[worker].address)
@@ -93,6 +94,14 @@ def test_a_worker_of_a_killed_node_is_given_up_where_there_is_no_room_for_it(
         assert (healing.replaced, healing.gone) == ((), (worker,))
         assert "found no room for the actor" in str(healing.lost[worker])
         nodes.add(OTHER)
+
+
+def test_workers_of_one_node_share_memory(nodes: Nodes) -> None:
+    with open_pool("ray/cpu*2/pack", threads=1) as pool, trainer_on(pool, "workers") as trainer:
+        assert len({device.address for device in pool.devices}) == 1
+        steps(trainer, 1)
+        for process in pool.process_ids:
+            assert "memfd:onebox" in Path(f"/proc/{process}/maps").read_text()
 
 
 def test_a_client_that_is_killed_leaves_nothing(nodes: Nodes) -> None:

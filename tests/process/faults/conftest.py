@@ -19,7 +19,7 @@ import pytest
 
 import onebox
 from onebox.pool import open_pool
-from onebox.pool.launch.fork_server import OWN
+from onebox.pool.launch.zygotes import OWN
 from tests.kit import warm as programs
 from tests.kit.leaks import descriptors
 from tests.process.faults.training import batch, parts
@@ -52,13 +52,13 @@ class Belongings:
 
 
 def belongings() -> Belongings:
-    """Look what this process holds, but for fork servers without workers, which stay a while for the next pool."""
+    """Look what this process holds, but for zygotes without workers, which stay a while for the next pool."""
     found = OWN._found.values()
-    fork_servers = {fork_server.pid for fork_server in found}
-    theirs = {str(number) for fork_server in found for number in (fork_server.channel, fork_server._words.fileno())}
+    zygotes = {zygote.pid for zygote in found}
+    theirs = {str(number) for zygote in found for number in (zygote.channel, zygote._words.fileno())}
     folders = [Path(tempfile.gettempdir()), Path("/dev/shm")]
     return Belongings(
-        children=frozenset(child.pid for child in psutil.Process().children(recursive=True)) - fork_servers,
+        children=frozenset(child.pid for child in psutil.Process().children(recursive=True)) - zygotes,
         threads=tuple(t.name for t in threading.enumerate() if t.name.startswith("onebox")),
         descriptors=frozenset(each for each in descriptors() if each[0] not in theirs),
         files=frozenset(path for folder in folders if folder.is_dir() for path in folder.glob("*onebox*")),

@@ -12,8 +12,8 @@ import pytest
 import onebox
 from onebox.pool.backends import local as local_module
 from onebox.pool.errors import WorkerLocation
-from onebox.pool.launch.fork_server import WorkerSpawner
 from onebox.pool.launch.worker_process import WorkerProcess
+from onebox.pool.launch.zygotes import WorkerSpawner
 from onebox.pool.liveness import SILENCE_S
 from onebox.worker import Ports, WorkerConfig
 from tests.process.faults.proxy import Network

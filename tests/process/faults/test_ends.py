@@ -41,7 +41,7 @@ def test_ctrl_c_while_training(tmp_path: Path) -> None:
         assert gone(script.workers, 0)
 
 
-@pytest.mark.parametrize("processes", [1, 3], ids=["the fork server is there", "workers are there"])
+@pytest.mark.parametrize("processes", [1, 3], ids=["the zygote is there", "workers are there"])
 def test_ctrl_c_while_opening(tmp_path: Path, processes: int) -> None:
     body = f"""
 import psutil, threading
@@ -57,7 +57,7 @@ except KeyboardInterrupt:
     end_s = time.monotonic() + {INTERRUPTED_S}
     while len(psutil.Process().children(recursive=True)) > 1 and time.monotonic() < end_s:
         time.sleep(0.01)  # a worker that was just being born finds that nobody tells it anything, and ends
-    print("interrupted", len(psutil.Process().children(recursive=True)))  # the fork server is there for the next
+    print("interrupted", len(psutil.Process().children(recursive=True)))  # the zygote is there for the next
 """
     with Script(tmp_path, body) as script:
         assert script.end(START_S) == (0, "interrupted 1\n", "")

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import onebox
 from onebox.vgpu.runtime.context import current_context
+from tests.kit.slow_channel import slow_channel
 
 HERE, THERE = "vgpu:0", "vgpu:1"
 
@@ -19,7 +20,7 @@ Step = Callable[[], object]
 
 @pytest.fixture(scope="module", autouse=True)
 def pool() -> Iterator[onebox.Pool]:
-    with onebox.open("cpu*2", threads=1, channel_latency_s=0.01) as opened:
+    with slow_channel(latency_s=0.01), onebox.open("cpu*2", threads=1) as opened:
         yield opened
 
 

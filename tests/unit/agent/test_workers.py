@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import pytest
 
 from onebox.agent import workers as module
 from onebox.agent.admission import ClientLimits, Offered, Share
-from onebox.agent.lease_processes import KEPT_S, LeaseIsolation, LeaseProcesses
+from onebox.agent.lease_processes import LeaseIsolation, LeaseProcesses
 from onebox.agent.lease_service import LeaseService
 from onebox.agent.leases import Client, Leases
 from onebox.agent.reporter import Reporter
 from onebox.agent.workers import (
     LEAVE_S,
     STARTS,
-    ForkServerReused,
+    ClientImportsAlone,
     LeaseClosed,
     LeasedWorkerExited,
     LeaseEvent,
@@ -26,9 +26,8 @@ from onebox.agent.workers import (
     LeaseReady,
     Workers,
 )
-from onebox.errors import PoolError, UsageError, WorkerDied
+from onebox.errors import PoolError, WorkerDied
 from onebox.pool.errors import WorkerLocation
-from onebox.pool.launch.fork_server import worker_environment
 from onebox.pool.launch.worker_user import WorkerUser
 from onebox.wire import new_keys
 from onebox.wire.protocol.agents import AgentResponse, Done, Lease, Leased, Release, Want
@@ -50,12 +49,12 @@ class Fake:
     """Whether it says something, but not all."""
 
     def __init__(
-        self, place: WorkerLocation, config: WorkerConfig, account: WorkerUser | None, fork_server: FakeForkServer
+        self, place: WorkerLocation, config: WorkerConfig, processes: LeaseProcesses, zygotes: FakeZygotes | None
     ) -> None:
-        assert fork_server.ready, "nobody waits for it"
+        assert zygotes is None or zygotes.ready, "nobody waits for it"
         if len(self.made) >= self.most:
             raise OSError(11, "Resource temporarily unavailable")
-        self.place, self.config, self.fork_server = place, config, fork_server
+        self.place, self.config, self.forked = place, config, zygotes is not None
         self.pid = 1000 + len(self.made)
         self.descriptor, self.outlet = os.eventfd(0), os.eventfd(0)
         self.bad = False
@@ -81,36 +80,30 @@ class Fake:
         self.ended = True
 
 
-class FakeForkServer:
-    """Stands in for the fork server of a lease."""
+class FakeZygotes:
+    """Stands in for the zygotes of an agent: of one environment, which is always the same."""
 
-    ready = True
-    made: list[FakeForkServer]
-
-    pid: int | None = None
-    process_descriptor = -1
-    idle = False
-    account = None
-
-    def __init__(self, shares: Sequence[Share], account: WorkerUser | None, *zygotes: object) -> None:
-        self.descriptor = os.eventfd(0)
+    def __init__(self) -> None:
+        self.ready = True
+        self.channel = os.eventfd(0)
+        self.prepared: list[str] = []
         self.closed = False
-        self.pid = 5_000_000 + len(self.made) if self.idle else None
-        self.channel = self.descriptor
-        self.retired: list[str] = []
-        self.made.append(self)
 
-    def fits(self, shares: Sequence[Share]) -> bool:
-        return True
-
-    def descriptors(self) -> list[int]:
-        return [] if self.ready else [self.descriptor]
-
-    def attend(self) -> bool:
+    def prepare(self, environment: Mapping[str, str], now_s: float) -> bool:
+        self.prepared.append(str(environment))
         return self.ready
 
-    def retire_zygote(self, why: str) -> None:
-        self.retired.append(why)
+    def descriptors(self) -> list[int]:
+        return [self.channel]
+
+    def attend(self, ready: Set[int], now_s: float) -> None:
+        pass
+
+    def attend_memory(self) -> None:
+        pass
+
+    def news(self) -> list[tuple[int, str]]:
+        return []
 
     def close(self) -> None:
         self.closed = True
@@ -121,15 +114,20 @@ def fakes(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Fake]]:
     monkeypatch.setattr(Fake, "made", [], raising=False)
     monkeypatch.setattr(Fake, "most", 3)
     monkeypatch.setattr(module, "LeasedWorker", Fake)
-    monkeypatch.setattr(FakeForkServer, "made", [], raising=False)
-    monkeypatch.setattr(FakeForkServer, "ready", True)
-    monkeypatch.setattr(module, "LeaseForkServer", FakeForkServer)
+    monkeypatch.setattr(LeaseIsolation, "zygotes", lambda self: None)
     yield Fake.made
-    for fork_server in FakeForkServer.made:
-        os.close(fork_server.descriptor)
     for fake in Fake.made:
         os.close(fake.descriptor)
         os.close(fake.outlet)
+
+
+@pytest.fixture
+def zygotes(fakes: list[Fake], monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeZygotes]:
+    """What forks the workers of agents."""
+    made = FakeZygotes()
+    monkeypatch.setattr(LeaseIsolation, "zygotes", lambda self: made)
+    yield made
+    os.close(made.channel)
 
 
 def started(count: int, **changes: Any) -> Workers:
@@ -176,22 +174,36 @@ def test_a_worker_that_ends_later_is_news_and_the_others_go_on(fakes: list[Fake]
 
 
 @pytest.mark.parametrize("when", ["starts", "works", "leaves"])
-def test_after_a_crash_nothing_is_forked_from_where_the_worker_comes_from(fakes: list[Fake], when: str) -> None:
+@pytest.mark.usefixtures("zygotes")
+def test_the_client_of_a_worker_that_crashed_imports_alone_and_no_other(fakes: list[Fake], when: str) -> None:
     for status in (-9, -15, 1, 0, None, -11, -6, -7, -4):
         workers = started(1)
         (worker,) = fakes
         worker.status = status
         if when != "starts":
+            worker.ports_found = Ports("", "")
             workers.attend({worker.outlet}, 1.0)
         if when == "leaves":
             workers.end(1, 1.0, 1.5)
-        workers.attend({worker.descriptor}, 2.0)
+        news = workers.attend({worker.descriptor}, 2.0)
         signals = {-11: "SIGSEGV", -6: "SIGABRT", -7: "SIGBUS", -4: "SIGILL"}
-        told = [f"a worker that descends from it ended by {signals[status]}"] if status in signals else []
-        assert worker.fork_server.retired == told, status
-        os.close(worker.descriptor)
-        os.close(worker.outlet)
+        why = f"a worker ended by {signals[status]}" if status in signals else ""
+        why = why or ("a forked worker ended as it started" if when == "starts" and status == 1 else "")
+        assert [each.why for each in news if isinstance(each, ClientImportsAlone)] == ([why] if why else []), status
+        assert workers.start(2, [SHARE], "ana", new_keys().public, 1.0, 3.0) is None
+        assert workers.start(3, [SHARE], "bob", new_keys().public, 1.0, 3.0) is None
+        assert [each.forked for each in fakes[1:]] == [not why, True]
+        for each in fakes:
+            os.close(each.descriptor)
+            os.close(each.outlet)
         fakes.clear()
+
+
+def test_an_agent_without_zygotes_says_nothing_of_them(fakes: list[Fake]) -> None:
+    workers = started(1)
+    fakes[0].status = -signal.SIGSEGV
+    (news,) = workers.attend({fakes[0].descriptor}, 1.0)
+    assert isinstance(news, LeaseNotStarted) and not fakes[0].forked and not workers.ended_zygotes()
 
 
 @pytest.mark.parametrize("how", ["dies", "nonsense", "late"])
@@ -210,10 +222,8 @@ def test_a_worker_that_does_not_start_is_news_once(fakes: list[Fake], how: str) 
     assert workers.attend({one.descriptor, two.descriptor}, START_S + 2) == [LeaseClosed(1)]
 
 
-def test_a_lease_that_ends_before_it_has_workers_is_over_at_once(
-    fakes: list[Fake], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(FakeForkServer, "ready", False)
+def test_a_lease_that_ends_before_it_has_workers_is_over_at_once(fakes: list[Fake], zygotes: FakeZygotes) -> None:
+    zygotes.ready = False
     workers = started(1)
     assert not fakes and not workers.pressed
     workers.end(1, 1.0, 2.0)
@@ -299,169 +309,66 @@ def test_a_lease_that_ends_while_its_workers_are_started_starts_no_more(fakes: l
     assert workers.attend({fake.descriptor for fake in fakes}, 1.0) == [LeaseClosed(1)] and len(fakes) == STARTS
 
 
-def test_workers_wait_for_their_fork_server_which_ends_after_them(fakes: list[Fake]) -> None:
-    FakeForkServer.ready = False
+def test_workers_wait_for_their_zygote_which_knows_no_key(fakes: list[Fake], zygotes: FakeZygotes) -> None:
+    zygotes.ready = False
     workers = started(2)
-    (fork_server,) = FakeForkServer.made
     assert not fakes and not workers.pressed
-    assert list(workers.descriptors()) == [fork_server.descriptor]
-    assert workers.attend(set(), 1.0) == []
-    FakeForkServer.ready = True
-    assert workers.pressed
-    assert workers.attend({fork_server.descriptor}, 2.0) == []
-    assert len(fakes) == 2 and fork_server.descriptor not in workers.descriptors()
-    workers.end(1, 0.0, 3.0)
-    assert not fork_server.closed
-    assert workers.attend({fake.descriptor for fake in fakes}, 3.0) == [LeaseClosed(1)]
-    assert fork_server.closed
+    assert list(workers.descriptors()) == [zygotes.channel]
+    assert workers.attend(set(), 1.0) == [] and not fakes
+    zygotes.ready = True
+    assert workers.attend({zygotes.channel}, 2.0) == []
+    assert [fake.forked for fake in fakes] == [True, True]
+    assert not any(key in str(zygotes.prepared) for fake in fakes for key in (fake.config.secret, fake.config.client))
+    workers.close()
+    assert zygotes.closed
 
 
-def test_workers_of_two_leases_have_two_fork_servers_which_know_no_key(fakes: list[Fake]) -> None:
-    workers = started(2)
-    assert workers.start(2, [SHARE], "ana", new_keys().public, 1.0, 0.0) is None
-    one, other = FakeForkServer.made
-    assert [fake.fork_server for fake in fakes] == [one, one, other]
-    given = str(worker_environment(SHARE.threads))  # all that it gets beside the shares and the user
-    assert not any(key in given for fake in fakes for key in (fake.config.secret, fake.config.client))
-
-
-def test_a_lease_whose_fork_server_is_never_ready_fails_in_time(fakes: list[Fake]) -> None:
-    FakeForkServer.ready = False
+def test_a_lease_whose_zygote_is_never_ready_fails_in_time(fakes: list[Fake], zygotes: FakeZygotes) -> None:
+    zygotes.ready = False
     workers = started(2)
     assert workers.attend(set(), START_S - 1) == []
     (news,) = workers.attend(set(), START_S + 1)
     assert isinstance(news, LeaseNotStarted) and "within 90 s" in news.why
-    assert not list(workers.descriptors()), "that it is ready later is no news"
-    FakeForkServer.ready = True
+    zygotes.ready = True
     assert workers.attend(set(), START_S + 2) == [] and not fakes
     workers.end(1, 0.0, START_S + 3)
     assert workers.attend(set(), START_S + 3) == [LeaseClosed(1)]
 
 
-@pytest.fixture
-def keeping(fakes: list[Fake], monkeypatch: pytest.MonkeyPatch) -> list[FakeForkServer]:
-    """Fork servers that may be kept, of workers that are confined."""
+def test_a_worker_that_gets_the_descriptor_of_what_ends_is_not_taken_for_ended(
+    fakes: list[Fake], zygotes: FakeZygotes, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(Fake, "most", 10)
-    monkeypatch.setattr(FakeForkServer, "idle", True)
-    monkeypatch.setattr(module, "is_confined", lambda process: True)
-    monkeypatch.setattr("onebox.agent.lease_processes.SPARE_BYTES", 0)
-    return FakeForkServer.made
-
-
-def closed(workers: Workers, lease: int, fake: Fake, now_s: float) -> LeaseClosed:
-    """End a lease of one worker that is ready, and return the news of it."""
-    workers.attend({fake.outlet}, now_s)
-    workers.end(lease, 0.0, now_s)
-    (news,) = workers.attend({fake.descriptor}, now_s)
-    assert isinstance(news, LeaseClosed)
-    return news
-
-
-def test_the_next_lease_of_a_client_has_its_fork_server_and_no_other_has(
-    fakes: list[Fake], keeping: list[FakeForkServer]
-) -> None:
-    workers = started(1)
-    (server,) = keeping
-    assert closed(workers, 1, fakes[0], 1.0) == LeaseClosed(1, (), server.pid) and not server.closed
-    assert server.descriptor in workers.descriptors(), "its end would be seen"
-    assert workers.start(2, [SHARE], "bob", new_keys().public, 1.0, 2.0) is None
-    assert workers.start(3, [SHARE], "ana", new_keys().public, 1.0, 2.0) is None
-    assert [fake.fork_server for fake in fakes[1:]] == [keeping[1], server] and len(keeping) == 2
-    assert workers.pressed
-    assert workers.attend(set(), 2.0) == [ForkServerReused(3, server.pid)] and not workers.pressed
-    assert workers.start(4, [SHARE], "ana", new_keys().public, 1.0, 2.0) is None
-    assert len(keeping) == 3, "it is in use"
-    workers.close()
-    assert all(each.closed for each in keeping)
-
-
-def test_a_kept_fork_server_ends_in_time_and_with_the_agent(fakes: list[Fake], keeping: list[FakeForkServer]) -> None:
-    workers = started(1)
-    closed(workers, 1, fakes[0], 1.0)
-    assert workers.attend(set(), 1.0 + KEPT_S) == [] and keeping[0].closed
-    assert [each.why for each in workers.ended_fork_servers()] == ["kept for 50 s"]
-    workers.start(2, [SHARE], "ana", new_keys().public, 1.0, 90.0)
-    closed(workers, 2, fakes[1], 91.0)
-    assert not keeping[1].closed
-    workers.close()
-    assert keeping[1].closed
-
-
-@pytest.mark.parametrize("why", ["unconfined", "failed", "crashed", "left", "removed", "busy", "immovable"])
-def test_a_fork_server_is_kept_only_if_all_was_well(
-    fakes: list[Fake], keeping: list[FakeForkServer], monkeypatch: pytest.MonkeyPatch, why: str
-) -> None:
-    if why == "unconfined":
-        monkeypatch.setattr(module, "is_confined", lambda process: False)
-    if why == "busy":
-        monkeypatch.setattr(FakeForkServer, "idle", False)
-    if why == "immovable":
-        monkeypatch.setattr(LeaseIsolation, "set_aside", lambda self, fork_server: False)
-    found = iter([[77], []] if why == "left" else [[]])
-    monkeypatch.setattr(LeaseProcesses, "kill", lambda self, fork_server: next(found))
-    workers = started(1, **({"accepts": lambda client: False} if why == "removed" else {}))
-    fakes[0].bad = why == "failed"
-    fakes[0].status = -signal.SIGSEGV if why == "crashed" else 0
-    workers.attend({fakes[0].outlet}, 1.0)
-    workers.end(1, 0.0, 1.0)
-    news = workers.attend({fakes[0].descriptor}, 1.0) or workers.attend(set(), 1.0)
-    assert news == [LeaseClosed(1)] and keeping[0].closed
-
-
-def test_a_kept_fork_server_gives_way_to_a_lease_that_lacks_a_user(
-    fakes: list[Fake], keeping: list[FakeForkServer], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    isolate = LeaseIsolation.isolate
-
-    def few(self: LeaseIsolation, lease: int, shares: Sequence[Share], account: WorkerUser | None) -> LeaseProcesses:
-        if lease > 1 and not keeping[0].closed:
-            raise UsageError("all user ids of leases are taken")
-        return isolate(self, lease, shares, account)
-
-    monkeypatch.setattr(LeaseIsolation, "isolate", few)
-    workers = started(1)
-    closed(workers, 1, fakes[0], 1.0)
-    assert workers.start(2, [SHARE], "bob", new_keys().public, 1.0, 2.0) is None
-    assert keeping[0].closed
-    keeping[0].closed = False
-    assert "user ids" in str(workers.start(3, [SHARE], "bob", new_keys().public, 1.0, 2.0)), "none is kept any more"
-
-
-def test_a_worker_that_gets_the_descriptor_of_a_fork_server_that_ends_is_not_taken_for_ended(
-    fakes: list[Fake], keeping: list[FakeForkServer], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    workers = started(1)
-    closed(workers, 1, fakes[0], 1.0)
-    channel = keeping[0].channel
-    assert workers.start(2, [SHARE] * (STARTS + 1), "bob", new_keys().public, 1.0, 2.0) is None
+    workers = started(STARTS + 1)
     original, own = Fake.__init__, list[int]()
 
     def reusing(self: Fake, *arguments: Any) -> None:
         original(self, *arguments)
         own.append(self.descriptor)
-        self.descriptor = channel
+        self.descriptor = zygotes.channel
 
     monkeypatch.setattr(Fake, "__init__", reusing)
-    assert workers.attend({channel}, 3.0) == [] and keeping[0].closed
-    assert len(fakes) == STARTS + 2 and not any(fake.ended for fake in fakes[1:])
+    assert workers.attend({zygotes.channel}, 3.0) == []
+    assert len(fakes) == STARTS + 1 and not any(fake.ended for fake in fakes)
     (fakes[-1].descriptor,) = own
 
 
 @pytest.mark.parametrize("place", [0, 1])
 def test_a_lease_whose_end_fails_holds_up_no_other(
-    fakes: list[Fake], keeping: list[FakeForkServer], monkeypatch: pytest.MonkeyPatch, place: int
+    fakes: list[Fake], monkeypatch: pytest.MonkeyPatch, place: int
 ) -> None:
+    users = [WorkerUser(60_000, 60_000), WorkerUser(60_001, 60_001)]
+    monkeypatch.setattr(LeaseIsolation, "isolate", lambda self, lease, shares: LeaseProcesses(users[lease - 1]))
     workers = started(1)
     assert workers.start(2, [SHARE], "bob", new_keys().public, 1.0, 0.0) is None
     workers.attend({fake.outlet for fake in fakes}, 1.0)
     workers.end(1, 0.0, 1.0)
     workers.end(2, 0.0, 1.0)
-    kill = LeaseProcesses.kill
 
-    def failing(self: LeaseProcesses, fork_server: Any) -> list[int]:
-        if fork_server is keeping[place]:
+    def failing(self: LeaseProcesses) -> list[int]:
+        if self.account is users[place]:
             raise OSError(24, "Too many open files")
-        return kill(self, fork_server)
+        return []
 
     def ended(news: list[LeaseEvent]) -> list[int]:
         return [each.lease for each in news if isinstance(each, LeaseClosed)]
@@ -471,23 +378,24 @@ def test_a_lease_whose_end_fails_holds_up_no_other(
         assert ended(workers.attend({fake.descriptor for fake in fakes}, 1.0)) == [2 - place]
         with pytest.raises(OSError, match="Too many"):
             workers.attend(set(), 1.0)
+    monkeypatch.setattr(LeaseProcesses, "kill", lambda self: [])
     assert ended(workers.attend(set(), 1.0)) == [1 + place]
 
 
 def test_a_failure_that_is_over_is_told_of_after_the_events_of_others(
-    fakes: list[Fake], keeping: list[FakeForkServer], monkeypatch: pytest.MonkeyPatch
+    fakes: list[Fake], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     workers = started(1)
     assert workers.start(2, [SHARE], "bob", new_keys().public, 1.0, 0.0) is None
     workers.attend({fake.outlet for fake in fakes}, 1.0)
     for lease in (1, 2):
         workers.end(lease, 0.0, 1.0)
-    kill, failures = LeaseProcesses.kill, [OSError(24, "Too many open files")]
+    failures = [OSError(24, "Too many open files")]
 
-    def failing_once(self: LeaseProcesses, fork_server: Any) -> list[int]:
+    def failing_once(self: LeaseProcesses) -> list[int]:
         if failures:
             raise failures.pop()
-        return kill(self, fork_server)
+        return []
 
     monkeypatch.setattr(LeaseProcesses, "kill", failing_once)
     assert len(workers.attend({fake.descriptor for fake in fakes}, 1.0)) == 1
@@ -497,30 +405,59 @@ def test_a_failure_that_is_over_is_told_of_after_the_events_of_others(
     assert workers.attend(set(), 1.0) == []
 
 
-def test_the_user_of_processes_that_do_not_end_in_time_is_free_when_they_have(
+def test_a_lease_whose_processes_do_not_end_is_closed_in_time_and_they_are_told(
     fakes: list[Fake], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    account, left = WorkerUser(12345, 12345), [77]
+    account = WorkerUser(12345, 12345)
     released: list[WorkerUser] = []
-    monkeypatch.setattr(LeaseIsolation, "isolate", lambda self, lease, shares, kept: LeaseProcesses(account))
+    monkeypatch.setattr(LeaseIsolation, "isolate", lambda self, lease, shares: LeaseProcesses(account))
     monkeypatch.setattr(LeaseIsolation, "release", lambda self, user: released.append(user))
-    monkeypatch.setattr(LeaseProcesses, "kill", lambda self, fork_server: list(left))
-    monkeypatch.setattr(LeaseProcesses, "others", lambda self, fork_server: list(left))
+    monkeypatch.setattr(LeaseProcesses, "kill", lambda self: [77])
     workers = started(1)
     workers.end(1, 0.0, 1.0)
-    assert workers.attend({fakes[0].descriptor}, 1.0) == [] == workers.attend(set(), 1.0)
-    assert workers.attend(set(), 1.0 + LEAVE_S) == [LeaseClosed(1, (77,))] and not released
-    workers.attend(set(), 3.0 + LEAVE_S)
-    assert not released
-    left.clear()
-    workers.attend(set(), 5.0 + LEAVE_S)
-    assert released == [account]
+    assert workers.attend({fakes[0].descriptor}, 1.0) == [] == workers.attend(set(), 1.0) and not released
+    assert workers.attend(set(), 1.0 + LEAVE_S) == [LeaseClosed(1, (77,))]
+    assert released == [account], "a user that a process has is given to nobody: see LeaseUsers.take"
+
+
+class FailingCgroups:
+    """Stands in for cgroups that cannot be made."""
+
+    def make(self, lease: int, shares: Sequence[Share]) -> Any:
+        raise OSError(28, "No space left on device")
+
+
+class RecordedUsers:
+    """Stands in for users of leases."""
+
+    ids = "60009-60009"
+
+    def __init__(self) -> None:
+        self.free = [WorkerUser(60_009, 60_009)]
+
+    def take(self) -> WorkerUser | None:
+        return self.free.pop() if self.free else None
+
+    def give_back(self, account: WorkerUser) -> None:
+        self.free.append(account)
+
+
+def test_a_lease_that_cannot_be_kept_apart_is_refused_and_keeps_no_user() -> None:
+    users: Any = RecordedUsers()
+    cgroups: Any = FailingCgroups()
+    workers = Workers(host="lab", bind="0.0.0.0", advertise="192.0.2.7", isolation=LeaseIsolation(users, cgroups))
+    why = workers.start(1, [SHARE], "ana", new_keys().public, 1.0, 0.0)
+    assert "lab: this lease cannot be kept apart from others" in str(why) and "No space" in str(why)
+    assert len(users.free) == 1
+    users.free.clear()
+    assert "user ids of leases are taken: 60009-60009" in str(
+        workers.start(1, [SHARE], "ana", new_keys().public, 1.0, 0.0)
+    )
 
 
 def test_closing_ends_all(fakes: list[Fake]) -> None:
     workers = started(2)
     workers.close()
-    assert all(fork_server.closed for fork_server in FakeForkServer.made)
     workers.close()
     assert all(fake.ended and fake.killed == 1 for fake in fakes)
 

@@ -18,6 +18,7 @@ from onebox.engine.config import steps_in_flight
 from onebox.errors import CaptureError, UsageError
 from onebox.plan import Plan
 from tests.kit.reference import Outcome, assert_same, train
+from tests.kit.slow_channel import slow_channel
 from tests.kit.stages import outcome, tensors_of
 from tests.kit.trainer_arguments import grouped
 from tests.unit.engine.conftest import Pools
@@ -380,14 +381,16 @@ def test_at_most_so_many_steps_are_under_way(pools: Pools) -> None:
 @pytest.mark.feature("Trainer: Read a loss later")
 def test_steps_are_under_way_while_those_before_travel(open_pool: OpenPool) -> None:
     """Several steps fit into a round trip: the loop, which reads nothing, is not held up for each."""
-    pool = open_pool(1, channel_latency_s=0.3)
     model = build(Counting)
-    with onebox.Trainer(model, functional.mse_loss, sgd(model), pool=pool) as trainer:
+    with slow_channel(latency_s=0.3), open_pool(1) as pool:
+        pool.round_trip_s = 0.6
+        trainer = onebox.Trainer(model, functional.mse_loss, sgd(model), pool=pool)
         first, *others = (trainer.step(*batch) for batch in batches([8] * steps_in_flight(pool.round_trip_s)))
         assert len(others) == 7
         assert not first.done, "all have been posted before the first could be answered"
         trainer.wait()
         assert all(loss.done for loss in others)
+        trainer.close()
 
 
 @pytest.mark.parametrize(

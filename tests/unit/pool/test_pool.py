@@ -132,7 +132,7 @@ def test_a_message_that_the_worker_cannot_read_breaks_the_pool(pool: Pool) -> No
     waiting = pool.post(0, [Ask("scalars", ())], answer=True)
     result(waiting)
     pool._client_loop._pending.futures[0, 1000] = later = Future()
-    pool._client_loop._outbox.put((0, [b"junk"]), 0.0)
+    pool._client_loop._outbox.append((0, [b"junk"]))
     pool.post(1, [])
     with pytest.raises(WireError, match="not of this protocol"):
         result(later)

@@ -48,7 +48,7 @@ class ServeConfig:
 
     Args:
         devices: Devices to offer: auto (all GPUs and the CPU), or a list such as cuda:0,cuda:1 or cuda,cpu; sim*8
-            offers eight emulated devices, which only sleep.
+            offers eight emulated devices, which compute nothing.
         memory: Limit of the offered memory of each device, such as 20GiB; without it all.
         cores: Limit of the offered cores; without it all that this process may use.
         bind: IP address to listen on: 0.0.0.0 for all of this machine's, 127.0.0.1 for this machine alone.
@@ -64,7 +64,7 @@ class ServeConfig:
         user: User whose groups workers have, such as those that may use GPUs, if root starts this.
         user_ids: User ids for workers, if root starts this: each lease has one of its own, which nobody else has.
         allow_root: Let workers run as root, as in a container that has no other user.
-        import_per_client: Import PyTorch anew for each client, which takes a second, so that no client's workers have
+        import_per_client: Import PyTorch anew in each worker, which takes a second, so that no client's workers have
             the memory addresses of another's.
         journal: A file for the JSON lines, too; onebox logs also shows its earlier lines.
         metrics_port: Serve metrics for Prometheus on this port, 0 for any free one; without it there are none.

@@ -170,7 +170,7 @@ class TrainingLoop:
 
     @property
     def computes(self) -> bool:
-        """True if all devices compute; ``sim`` devices only sleep: then there is no loss and nothing to save."""
+        """True if all devices compute; ``sim`` devices do not: then there is no loss and nothing to save."""
         return all(device.kind != "sim" for device in self.trainer.pool.devices)
 
     def run(self) -> None:

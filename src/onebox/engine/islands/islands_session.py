@@ -550,10 +550,10 @@ class IslandsSession:
         turns = itertools.count()
         owners: dict[CompiledStep, TrainingSession] = {}
 
-        def prepare(batch: Batch) -> CompiledStep:
+        def prepare(batch: Batch, again: bool) -> CompiledStep:
             there = self._there
             session = there[next(turns) % len(there)]
-            compiled = session.evaluation(batch)
+            compiled = session.evaluation(batch, again)
             owners[compiled] = session
             return compiled
 

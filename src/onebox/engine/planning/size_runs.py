@@ -4,7 +4,7 @@ times of its segments from their traces.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from msgspec.structs import replace
@@ -301,6 +301,9 @@ class _ShortenedCaptures(Captures):
     ) -> TracedModel:
         """Return the capture for micro-batches of a size."""
         return ShortenedModel(self._whole.traced(batch, size, train=train, halves=halves, probe=probe), self._alike)
+
+    def repeat_effects(self, batch: Batch, sizes: Iterable[int], *, train: bool) -> None:
+        """Do nothing: these are no steps of the user's."""
 
 
 def _one_by_one(names: Sequence[str], device: int, size: int, way: SegmentVariant) -> Plan:

@@ -23,7 +23,7 @@ def evaluate(
     batches: Iterable[Batch],
     *,
     pool: Pool,
-    prepare: Callable[[Batch], CompiledStep],
+    prepare: Callable[[Batch, bool], CompiledStep],
     parts: Callable[[Batch, CompiledStep], Mapping[int, WorkerBatch]],
     metrics: Sequence[str],
     fault: Callable[[CompiledStep, Mapping[int, Mapping[int, float]]], UsageError | None],
@@ -37,7 +37,7 @@ def evaluate(
     Args:
         batches: The batches.
         pool: The pool.
-        prepare: Returns the routines that evaluate a batch.
+        prepare: Returns the routines that evaluate a batch, given whether it has been given this one before.
         parts: Returns the transfer of each worker's part of a batch.
         metrics: Names of the metrics.
         fault: Returns the reason why a result of a batch was no mean over its micro-batches, given the results of each.
@@ -70,7 +70,7 @@ def evaluate(
     def begin() -> None:
         for asked in pending:
             if asked.futures is None:
-                asked.compiled = prepare(asked.batch)
+                asked.compiled = prepare(asked.batch, asked.compiled is not None)
                 with poisoning("an evaluation"):
                     asked.futures = _post(pool, asked.compiled, parts(asked.batch, asked.compiled), numerics)
 

@@ -106,7 +106,7 @@ class Captures:
         self._state = 0
         self._read: dict[bool, set[Guards]] = {}
         """What Dynamo has read, for training and for evaluation."""
-        self._warned = False
+        self._warned = self._effects = False
         self._families: dict[Hashable, _Family] = {}
         self._numbers: dict[Hashable, set[tuple[str, ...]]] = {}
 
@@ -159,6 +159,7 @@ class Captures:
     def _add(self, batch: Batch, size: int, traced: TracedModel, *, train: bool) -> None:
         """Store a capture."""
         self._watch(batch.python_state, traced.watch)
+        self._effects = self._effects or traced.watch.effects is not None
         weighted = train and isinstance(self.recipe.reduction, Weighted)
         made = traced.with_weight_in_batch(len(batch.leaves)) if weighted else traced
         self._traced[batch.signature(size), train, False, None] = made
@@ -221,6 +222,19 @@ class Captures:
             if self._state == len(self._states):
                 self._begin_state(changed)
         return batch if batch.python_state == self._state else replace(batch, python_state=self._state)
+
+    def repeat_effects(self, batch: Batch, sizes: Iterable[int], *, train: bool) -> None:
+        """Do to Python's state what the code does to it in each micro-batch, such as to count.
+
+        Args:
+            batch: The batch.
+            sizes: Samples of each micro-batch.
+            train: Whether it is one of training.
+        """
+        for size in sizes if self._effects else ():
+            effects = self.traced(batch, size, train=train).watch.effects
+            if effects is not None:
+                effects()
 
     def _watch(self, state: int, watch: Watch) -> None:
         """Add what a capture has read to a state's."""
@@ -378,7 +392,7 @@ class Captures:
             on_device=recipe.on_device,
             fuse=recipe.fuse,
             varying=varying,
-            guards=recipe.guards != "none" and not probe,
+            guards=recipe.guards != "none" and (self._effects or not probe),
             known=list(self._read.get(train, ())),
         )
         if recipe.guards == "required" and captured.unread is not None:

@@ -258,7 +258,8 @@ def _run_fork_server(control: socket.socket, parent: int, work: Callable[[Any], 
             signal_at_end_of_parent(signal.SIGKILL)
             if os.getppid() != me:
                 os._exit(1)
-            with socket.socket(fileno=given[0]) as link:
+            _, (link_descriptor,) = given
+            with socket.socket(fileno=link_descriptor) as link:
                 _run_stage_process(link, work)
         server.kill_children()
         status = 0

@@ -387,6 +387,8 @@ def _capture(
                     read_by_dynamo = read_step(model, loss, wrapper.metrics, on_device, example, **options)
             except Exception as error:
                 unread = unreadable(error, name)
+        if varying and read_by_dynamo is not None and read_by_dynamo.effects is not None:
+            raise CaptureError("forward changes Python's state, perhaps by such a size")
         stack.enter_context(torch.random.fork_rng(devices=[]))
         stack.enter_context(portable_operators(device_type))
         stack.enter_context(_nondeterministic_traced())

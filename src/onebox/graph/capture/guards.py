@@ -54,6 +54,7 @@ class Guards:
         key: The guards as text.
         example: Inputs and targets.
         batch: Returns whether the same is read for another number of samples.
+        counters: Integers among what was read, by Dynamo's names, whose values the code does not depend on.
     """
 
     def __init__(
@@ -65,9 +66,14 @@ class Guards:
         key: frozenset[str],
         example: tuple[Any, Any],
         batch: Callable[[int], bool],
+        counters: Collection[str] = (),
     ) -> None:
         self.key = key
         """Equal for guards that hold at the same time."""
+        self.effects: Callable[[], object] | None = None
+        """Does to Python's state what the code does to it, once; ``None`` where that is nothing, or takes the values of
+        tensors."""
+        self._counters = counters
         self._manager, self._scope, self._globals = manager, dict(scope), variables
         self.read = {name: self._present(name) if value is None else value for name, value in read.items() if name}
         """All that was read, by Dynamo's names."""
@@ -151,10 +157,34 @@ class Guards:
                 return dict.keys(self._found(items))
         raise ValueError(f"no place: {ast.dump(node)}")
 
+    def tried(self, owners: Iterable[nn.Module]) -> list[str] | None:
+        """Try the side effects, and return the integers, by Dynamo's names, that they change of what was read.
+
+        Returns:
+            ``None`` where they change anything else of it; empty where they change nothing of it, or there are none.
+        """
+        if self.effects is None:
+            return []
+        tables = [(own, dict(own)) for owner in owners for own in map(vars, owner.modules())]
+        restore = self.kept()
+        try:
+            self.effects()
+            if self.changed is None:
+                return []
+            changed = [name for name, value in self.read.items() if type(value) is int and self._present(name) != value]
+        finally:
+            restore()
+            for own, before in tables:
+                if len(own) != len(before) or any(own.get(key, _MISSING) is not before[key] for key in before):
+                    own.clear()
+                    own.update(before)
+        return changed or None
+
     def kept(self) -> Callable[[], None]:
         """Return a function that restores what was read to its present state, as far as it is plain values."""
         held = [(value, value.copy()) for value in self.read.values() if type(value) in _HELD]
         drawn = [(value, value.getstate()) for value in self.read.values() if isinstance(value, random.Random)]
+        read = {**self.read, **{name: self._present(name) for name in self._counters}}
 
         def restore() -> None:
             for value, before in held:
@@ -163,8 +193,8 @@ class Guards:
                     value.update(before) if isinstance(value, dict | set) else value.extend(before)
             for value, state in drawn:
                 value.setstate(state)
-            if not self._manager.check(self._scope):
-                for name, before in self.read.items():
+            if self._counters or not self._manager.check(self._scope):
+                for name, before in read.items():
                     now = self._present(name) if isinstance(before, PLAIN) else before
                     if type(now) is not type(before) or (now is not before and now != before):
                         with contextlib.suppress(*_NO_PLACE):
@@ -243,6 +273,11 @@ class Watch:
         kinds = {type(each) for owner in owners for each in owner.modules()}
         self._functions = _functions(kinds.union(*(map(type, each.read.values()) for each in guards)))
         self._default = torch.get_default_dtype()
+
+    @property
+    def effects(self) -> Callable[[], object] | None:
+        """Does to Python's state what one call of the code does to it; ``None`` for nothing."""
+        return self.guards[0].effects if self.guards else None
 
     def covers(self, other: Watch) -> bool:
         """Return whether another one that holds now changes only if this one does."""

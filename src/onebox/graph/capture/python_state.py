@@ -78,7 +78,7 @@ class SideEffects:
                     restore()
             else:  # it has noted that its hooks are there, so that it does not add them again
                 attributes.restore(but=PLAIN)
-        if not part:
+        if not part and (self._guards is None or self._guards.effects is None):
             _warn(unread)
         return result
 

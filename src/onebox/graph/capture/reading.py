@@ -7,17 +7,19 @@ thrown away: :mod:`onebox.graph.capture.joint` traces faster, and what else a st
 from __future__ import annotations
 
 import contextlib
+import dis
+import functools
 import logging
 import re
 import sys
 import threading
 import types
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, autograd, nn
+from torch import Tensor, autograd, fx, nn
 from torch.utils import _pytree as pytree
 
 from onebox.errors import CaptureError
@@ -52,6 +54,10 @@ _SETTINGS: dict[str, Any] = {
 }
 
 _EXAMPLE = frozenset({"inputs", "targets"})
+
+_WRITING = frozenset({"STORE_ATTR", "STORE_DEREF", "STORE_GLOBAL", "STORE_SUBSCR"})
+_WRITERS = frozenset({"clear", "extend", "object_setattr_ignore_descriptor", "setattr", "update"})
+"""Instructions, and names of functions, by which Dynamo does side effects after a graph."""
 
 
 def _step(model: Any, loss: Any, metrics: Any, on_device: Any, inputs: Any, targets: Any) -> None:
@@ -98,7 +104,9 @@ def read_step(
         Exception: Whatever Dynamo raises where it cannot read the code.
     """
     given: dict[str, Any] = {"model": model, "loss": loss, "metrics": dict(metrics), "on_device": on_device}
-    with _without_hooks_of_backward([each for each in (model, loss) if isinstance(each, nn.Module)]):
+    owners = [each for each in (model, loss) if isinstance(each, nn.Module)]
+
+    def read(symbolic: bool, counters: Collection[str] = ()) -> Guards:
         return _read(
             _step,
             given | _as_read(example, symbolic=symbolic),
@@ -106,7 +114,21 @@ def read_step(
             evaluated=evaluated,
             moved=moved,
             symbolic=symbolic,
+            counters=frozenset(counters),
         )
+
+    with _without_hooks_of_backward(owners):
+        guards = read(symbolic)
+        if symbolic and guards.effects is not None:  # which may note the number of samples
+            guards = read(False)
+        counters = guards.tried(owners)
+        if counters:  # integers that the code changes, and perhaps does not depend on
+            counting = read(False, counters)
+            if counting.effects is not None and counting.tried(owners) == []:
+                return counting
+        if counters != []:
+            guards.effects = None
+        return guards
 
 
 def _as_read(example: tuple[Any, Any], *, symbolic: bool) -> dict[str, Any]:
@@ -153,6 +175,7 @@ def _read(
     evaluated: bool,
     moved: bool = False,
     symbolic: bool = False,
+    counters: frozenset[str] = frozenset(),
 ) -> Guards:
     """Let Dynamo read a function of this file with all that it calls.
 
@@ -163,6 +186,7 @@ def _read(
         evaluated: As for :func:`read_step`.
         moved: Likewise.
         symbolic: Likewise.
+        counters: Integers, by Dynamo's names, for whose values symbols stand.
     """
     from torch._dynamo import config
     from torch._dynamo.convert_frame import fullgraph_capture
@@ -186,6 +210,7 @@ def _read(
     alone = types.FunctionType(function.__code__, {"__name__": __name__, "__builtins__": __builtins__})
     with (
         config.patch({**_SETTINGS, "ignore_logging_functions": _logging()}),
+        torch.compiler.config.patch(dynamic_sources=",".join(map(re.escape, counters))),  # type: ignore[attr-defined]
         get_metrics_context(),
         _quiet(),
         _contexts_ignored(),
@@ -193,18 +218,69 @@ def _read(
         _requiring_gradients(),
         _any_globals(),
     ):
-        captured: Any = fullgraph_capture(alone, tuple(given.values())).graph_capture_output
+        whole: Any = fullgraph_capture(alone, tuple(given.values()))
+        captured = whole.graph_capture_output
         graph = captured.output_graph
         graph.skip_guards_check = True  # they hold for other inputs, too
         for guard in () if moved else list(graph.guards):
             if guard.create_fn_name() == "TENSOR_MATCH" and not _ELSEWHERE.search(guard.name):
                 graph.guards.add(guard.originating_source.make_guard(GuardBuilder.ID_MATCH))
+        effects = _effects(whole, counters)
         batch = _sizes_served(graph.shape_env) if symbolic else lambda size: False
         manager = captured.build_guards(alone.__code__, Hooks(guard_filter_fn=wanted)).guard_manager
     empty = {
         name: pytree.tree_map_only(Tensor, lambda x: x.new_empty(0), given[name]) for name in _EXAMPLE & given.keys()
     }
-    return Guards(manager, {**given, **empty}, alone.__globals__, read, frozenset(key), example, batch)
+    scope = {**given, **empty}
+    made = Guards(manager, scope, alone.__globals__, read, frozenset(key), example, batch, counters)
+    if effects is not None:
+        made.effects = functools.partial(effects, *scope.values())
+    return made
+
+
+def _effects(whole: Any, counters: frozenset[str]) -> Callable[..., object] | None:
+    """Return a function of the code's arguments that does what the code does to Python's state, without its tensors.
+
+    Args:
+        whole: What Dynamo has captured.
+        counters: Integers, by Dynamo's names, for whose values symbols stand.
+
+    Returns:
+        The function; ``None`` where there is nothing to do, or where it takes values of tensors, or the code depends on
+            those of counters.
+    """
+    captured, given = whole.graph_capture_output, whole.backend_input
+    code = captured.bytecode
+    if given is None or not any(
+        each.opname in _WRITING or each.argval in _WRITERS
+        for each in dis.get_instructions(code)
+        if each.opname in _WRITING or isinstance(each.argval, str)
+    ):
+        return None
+    nodes = list(given.graph_module.graph.nodes)
+    places = [node for node in nodes if node.op == "placeholder"]
+    whole_numbers = {node for node in nodes if isinstance(node.meta.get("example_value"), torch.SymInt)}
+    sizes = captured.output_graph.shape_env
+    symbols = {symbol for name, symbol in sizes.source_to_var.items() if name in counters}
+    counted = {node for node in places if node in whole_numbers and node.meta["example_value"].node.expr in symbols}
+    for node in nodes:
+        if counted.intersection(node.all_input_nodes) and node.op != "output":
+            if node not in whole_numbers:
+                return None
+            counted.add(node)
+    decided = [guard.expr.free_symbols for guard in sizes.guards] + [set(sizes.replacements)]
+    if any(symbols & each for each in decided) or not whole_numbers.issuperset(nodes[-1].all_input_nodes):
+        return None
+
+    def numbers(*values: Any) -> Any:
+        known = dict(zip(places, values, strict=True))
+        for node in nodes:
+            if node in whole_numbers and node.op == "call_function":
+                known[node] = node.target(*fx.node.map_arg(node.args, known.__getitem__))
+        return fx.node.map_arg(nodes[-1].args[0], known.__getitem__)
+
+    done: Callable[..., object] = whole.forward_callable(compiled_fn=numbers)
+    return done
 
 
 def _sizes_served(sizes: Any) -> Callable[[int], bool]:

@@ -10,15 +10,15 @@ from onebox.pool.backends.base import LOOPBACK, WorkerHandle, end_all
 from onebox.pool.discovery import LOCAL_HOST, DeviceRequest
 from onebox.pool.errors import WorkerLocation
 from onebox.pool.launch.cpu_affinity import CoreAllocator
-from onebox.pool.launch.fork_server import OWN
 from onebox.pool.launch.socket_folder import SocketFolder
 from onebox.pool.launch.worker_process import WorkerProcess
+from onebox.pool.launch.zygotes import OWN
 from onebox.wire import new_keys
 from onebox.worker import SHARING_KEY_BYTES, Fault, WorkerConfig
 
 
 class LocalSource:
-    """Workers that this process starts, by its fork server where possible; a
+    """Workers that this process starts, by its zygote where possible; a
     :class:`~onebox.pool.backends.base.WorkerSource`.
 
     Their sockets are in a folder that only this user can enter, and that is removed once all are connected: no other

@@ -14,9 +14,8 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
-import msgspec
 import psutil
 import zmq
 
@@ -79,26 +78,21 @@ class ClientLoop:
 
     Args:
         keys: The client's keys.
-        latency_s: Delay of every message in seconds, each way; for experiments.
         workers: Expected number of workers: tensors to and from several are encrypted by several threads.
         patience_s: See :class:`Liveness`.
-        bandwidth_bps: Most bytes per second to all workers; for experiments.
     """
 
     def __init__(
         self,
         keys: KeyPair,
-        latency_s: float = 0.0,
         workers: int = 1,
         patience_s: Mapping[int, float] | None = None,
-        bandwidth_bps: float = math.inf,
     ) -> None:
         self._keys = keys
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=max(1, min(workers, _CIPHER_THREADS)))
         self._connections: dict[int, WorkerConnection] = {}
         self._message_bytes = max(LEAST_MESSAGE_BYTES, psutil.virtual_memory().total // MESSAGE_SHARE)
-        self._outbox: DelayQueue[tuple[int, list[Any]]] = DelayQueue(latency_s, bandwidth_bps)
-        self._inbox: DelayQueue[tuple[WorkerConnection, Sequence[Any]]] = DelayQueue(latency_s)
+        self._outbox: deque[tuple[int, list[Any]]] = deque()  # filled by any thread, emptied by the loop's
         self._wakeup = Wakeup()
         self._woken = False
         self._resending: list[WorkerConnection] = []
@@ -142,7 +136,7 @@ class ClientLoop:
     def post(
         self,
         worker: int,
-        instructions: Sequence[Instruction] | msgspec.Raw,
+        instructions: Sequence[Instruction],
         frames: Sequence[Any] = (),
         *,
         answer: bool = False,
@@ -151,7 +145,7 @@ class ClientLoop:
 
         Args:
             worker: Its number.
-            instructions: The instructions, in order; or their encoding, by another process of this client.
+            instructions: The instructions, in order.
             frames: Raw elements of their tensors; must not be modified until the worker has replied.
             answer: Whether the worker is to reply; otherwise the future is done at once.
 
@@ -166,12 +160,10 @@ class ClientLoop:
             raise UsageError(f"there is no worker {worker}; this pool has 0 to {len(self._connections) - 1}")
         with self._lock:
             self._numbers += 1
-            encoded: Any = instructions if isinstance(instructions, msgspec.Raw) else tuple(instructions)
-            header = encode(Envelope(self._numbers, answer, encoded))
+            header = encode(Envelope(self._numbers, answer, tuple(instructions)))
             future = self._pending.promise(worker, self._numbers, answer=answer)
-            size_bytes = sum(len(frame) for frame in frames)
-            self.sent_bytes[worker] = self.sent_bytes.get(worker, 0) + size_bytes
-            self._outbox.put((worker, [header, *frames]), time.monotonic(), len(header) + size_bytes)
+            self.sent_bytes[worker] = self.sent_bytes.get(worker, 0) + sum(len(frame) for frame in frames)
+            self._outbox.append((worker, [header, *frames]))
             self._wake()
         return future
 
@@ -311,7 +303,7 @@ class ClientLoop:
             if last and self.broken is None:
                 header = encode(Envelope(0, False, last))
                 for worker in self._connections:
-                    self._outbox.put((worker, [header]), 0.0)
+                    self._outbox.append((worker, [header]))
             self._pending.close(self._closing_error())
             self._wake()
         if self._thread.ident is not None:
@@ -360,7 +352,7 @@ class ClientLoop:
                         self._wakeup.clear()
                         self._woken = False
                 self._loop_calls.run(poller)
-                self._send(self._outbox.take(time.monotonic()))
+                self._send_posted()
                 turn_s = max(LEAST_TURN_S, TURN_S / max(1, len(self._connections)))
                 heard = [owner for owner in ready if isinstance(owner, WorkerConnection) and self._has(owner)]
                 for connection in heard:
@@ -368,11 +360,10 @@ class ClientLoop:
                 for connection in heard:  # an end fails the replies of others, which may have come before it
                     self._process_end(connection, ready[connection], poller)
                 now_s = time.monotonic()
-                self._process_delayed(now_s)
                 for connection in self._resending:
                     connection.link.flush(now_s)
                 self._check_liveness(now_s)
-            self._send(self._outbox.take_all())
+            self._send_posted()
         except BaseException as error:
             self._pending.give_up(PoolError(f"the client's own thread failed: {type(error).__name__}: {error}"))
             raise
@@ -453,18 +444,16 @@ class ClientLoop:
         connection.register(poller)
 
     def _patience_ms(self) -> int:
-        """Return the poll timeout: until the next delayed message is due, at most a tick."""
+        """Return the poll timeout: until the next message is to be sent again, at most a tick."""
         due_s = min((connection.link.due_s for connection in self._resending), default=math.inf)
-        if due_s == math.inf and self._outbox.plain:
+        if due_s == math.inf:
             return _TICK_MS
-        now_s = time.monotonic()
-        wait_s = max(0.0, due_s - now_s)
-        if not self._outbox.plain:
-            wait_s = min(wait_s, self._outbox.wait_s(now_s), self._inbox.wait_s(now_s))
+        wait_s = max(0.0, due_s - time.monotonic())
         return math.ceil(1000 * min(wait_s, _TICK_MS / 1000))
 
-    def _send(self, messages: Sequence[tuple[int, list[Any]]]) -> None:
-        for worker, parts in messages:
+    def _send_posted(self) -> None:
+        for _ in range(len(self._outbox)):  # others may go on to post
+            worker, parts = self._outbox.popleft()
             if worker in self._connections:  # messages for a dropped worker are void
                 self._connections[worker].link.send(parts)
 
@@ -476,7 +465,7 @@ class ClientLoop:
             for parts in connection.heartbeats(ready):
                 self._process(connection, parts)
             for parts in connection.messages(ready, turn_s):
-                self._receive(connection, parts)
+                self._process(connection, parts)
         except Restarted as error:
             self._lost(connection, WorkerDied(f"{connection.place}: {error}\n  {AFTERWARDS}", **vars(connection.place)))
         except WireError as error:
@@ -488,20 +477,6 @@ class ClientLoop:
             poller.unregister(connection.handle.descriptor)
             if not self._stopping:
                 self._lost(connection, connection.handle.death())
-
-    def _receive(self, connection: WorkerConnection, parts: Sequence[Any]) -> None:
-        if self._inbox.latency_s:
-            self._inbox.put((connection, parts), time.monotonic())
-        else:
-            self._process(connection, parts)
-
-    def _process_delayed(self, now_s: float) -> None:
-        """Process the messages whose delay has passed."""
-        try:
-            for connection, parts in self._inbox.take(now_s):
-                self._process(connection, parts)
-        except WireError as error:
-            self._pending.give_up(error)
 
     def _process(self, connection: WorkerConnection, parts: Sequence[Any]) -> None:
         message: WorkerMessage
@@ -564,9 +539,7 @@ class ClientLoop:
         ]
         for worker, parts in messages:
             connection = self._connections.get(worker)
-            if not self._outbox.plain:
-                self._outbox.put((worker, parts), time.monotonic())
-            elif connection is not None and not connection.answer(parts):
+            if connection is not None and not connection.answer(parts):
                 place = connection.place
                 why = f"asks for more than it takes: {self._message_bytes} bytes of answers wait; it is given up"
                 self._lost(connection, WorkerDied(f"{place} {why}\n  {AFTERWARDS}", **vars(place)))
@@ -586,52 +559,6 @@ class ClientLoop:
         self._liveness.forget(connection.place.worker)
         fail(connection.hello, error)
         self._pending.lose(connection.place.worker, error)
-
-
-class DelayQueue(Generic[_T]):
-    """A queue whose items become available in order after a delay: the emulated latency and bandwidth of the channel
-    between the client and its workers. Pure: the time is an argument.
-
-    One thread may put while another takes.
-
-    Args:
-        latency_s: Delay of every item in seconds; 0 for a plain queue.
-        bandwidth_bps: Bytes per second that enter the queue; an item waits until those before it have entered.
-    """
-
-    def __init__(self, latency_s: float = 0.0, bandwidth_bps: float = math.inf) -> None:
-        self.latency_s = latency_s
-        self.plain = not latency_s and bandwidth_bps == math.inf
-        self._bandwidth_bps = bandwidth_bps
-        self._free_s = -math.inf
-        self._queue: deque[tuple[float, _T]] = deque()
-
-    def put(self, item: _T, now_s: float, size_bytes: int = 0) -> None:
-        """Add an item."""
-        self._free_s = max(self._free_s, now_s) + size_bytes / self._bandwidth_bps
-        self._queue.append((self._free_s + self.latency_s, item))
-
-    def take(self, now_s: float) -> list[_T]:
-        """Remove and return the items that are due; all of them from a plain queue."""
-        queue, taken = self._queue, []
-        while queue and (self.plain or queue[0][0] <= now_s):
-            taken.append(queue.popleft()[1])
-        return taken
-
-    def take_all(self) -> list[_T]:
-        """Remove and return all items, due or not."""
-        queue, taken = self._queue, []
-        while queue:
-            taken.append(queue.popleft()[1])
-        return taken
-
-    def wait_s(self, now_s: float) -> float:
-        """Return the seconds until the next item is due; infinite where there is none."""
-        try:
-            due_s = self._queue[0][0]
-        except IndexError:
-            return math.inf
-        return max(0.0, due_s - now_s)
 
 
 class LoopCalls:
@@ -668,4 +595,4 @@ def call_result(done: Future[_T], timeout_s: float) -> _T:
         raise PoolError(f"the client's own thread did not answer within {timeout_s:.0f} s") from None
 
 
-__all__ = ["ClientLoop", "DelayQueue", "WorkerReply"]
+__all__ = ["ClientLoop", "WorkerReply"]

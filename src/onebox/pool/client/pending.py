@@ -83,6 +83,11 @@ class PendingReplies:
 
     # ---- called by the thread that receives replies
 
+    def take(self, worker: int, number: int) -> Future[WorkerReply] | None:
+        """Return the future of a message, which is no longer pending; ``None`` where there is none."""
+        with self._lock:
+            return self.futures.pop((worker, number), None)
+
     def reply(
         self,
         place: WorkerLocation,
@@ -93,8 +98,7 @@ class PendingReplies:
         clock_ns: int = 0,
     ) -> None:
         """Record a worker's reply, with what it carried to other workers, and how far its clock is ahead."""
-        with self._lock:
-            future = self.futures.pop((place.worker, reply.number), None)
+        future = self.take(place.worker, reply.number)
         if reply.failure is None:
             if future is not None and not future.done():
                 times_ns, used_bytes = reply.times_ns, reply.used_bytes

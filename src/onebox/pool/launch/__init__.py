@@ -1,2 +1,2 @@
-"""Starting worker processes on this machine: environment, user, CPU affinity, fork servers; used by the local backend,
+"""Starting worker processes on this machine: environment, user, CPU affinity, zygotes; used by the local backend,
 by agents and by Ray actors."""

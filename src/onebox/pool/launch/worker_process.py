@@ -13,14 +13,14 @@ import msgspec
 
 from onebox.errors import PoolError, WorkerDied
 from onebox.pool.errors import AFTERWARDS, WorkerLocation, how_it_ended
-from onebox.pool.launch.fork_server import ForkedWorker, WorkerSpawner, worker_environment
 from onebox.pool.launch.stderr_tail import StderrTail
 from onebox.pool.launch.worker_user import WorkerUser
+from onebox.pool.launch.zygotes import ForkedWorker, WorkerSpawner, worker_environment
 from onebox.reaping import KILLED_S, end_process
 from onebox.worker import START_S, Ports, WorkerConfig
 from onebox.worker.system.process_watch import disk_reads
 
-_UNKNOWN = "ended with or after its fork server, the process onebox-fork-srv, which would have said how"
+_UNKNOWN = "ended after its zygote, the process onebox-zygote, which would have said how"
 
 LAST_WORDS = 4000
 """Most bytes of standard error that are reported with the end of a worker."""
@@ -35,7 +35,7 @@ class WorkerProcess:
         place: Location of the worker, for messages.
         config: Its configuration; the keys go through a pipe and appear in no command line, file or environment.
         account: User that it runs as; this process's own user where ``None``.
-        spawner: Fork server to use; without it the worker is started from scratch.
+        spawner: What forks it; without it the worker is started from scratch.
     """
 
     address = "127.0.0.1"
@@ -70,6 +70,11 @@ class WorkerProcess:
             end_process(self._process, str(place), grace_s=0.0)
             self._stderr.close()
             raise
+        try:
+            self.limit()
+        except OSError:
+            self.close(grace_s=0.0)
+            raise
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(msgspec.json.encode(config) + b"\n")
             self._process.stdin.flush()
@@ -87,10 +92,22 @@ class WorkerProcess:
             start_new_session=True,  # Ctrl-C is for the client, which then ends its workers
         )
 
+    def limit(self) -> None:
+        """Limit the process, which reads its configuration afterwards; of this class it limits itself alone.
+
+        Raises:
+            OSError: The system refuses.
+        """
+
     @property
     def pid(self) -> int:
         """The process id."""
         return self._process.pid
+
+    @property
+    def forked(self) -> bool:
+        """True where a zygote has forked it."""
+        return isinstance(self._process, ForkedWorker)
 
     def ports(self) -> Ports:
         """Wait until the worker has bound its sockets.
@@ -146,7 +163,7 @@ class WorkerProcess:
             status = None
         words = self.last_words()
         said = f"; its last words:\n{words}" if words else "; it said nothing"
-        how = _UNKNOWN if status is None and isinstance(self._process, ForkedWorker) else how_it_ended(status)
+        how = _UNKNOWN if status is None and self.forked else how_it_ended(status)
         return WorkerDied(
             f"{self.place}, process {self.pid}, {how}{said}\n  {AFTERWARDS}",
             exit_status=status,

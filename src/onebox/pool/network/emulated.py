@@ -1,4 +1,4 @@
-"""Emulated links: artificial latency and bandwidth of transfers between the devices of one host. Pure."""
+"""Emulated links: latency and bandwidth of transfers between the ``sim`` devices of one host. Pure."""
 
 from __future__ import annotations
 
@@ -11,13 +11,10 @@ from onebox.errors import UsageError
 from onebox.trainer_options import is_number
 from onebox.wire.protocol.groups import EmulatedLink
 
-EMULATED_KINDS = frozenset({"cpu", "sim"})
-"""Kinds of devices between which links can be emulated."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """An emulated link, which delays what is sent across it.
+    """An emulated link between ``sim`` devices, which delays what is sent across it.
 
     Transfers in one direction queue up: S bytes take S / ``bandwidth_bps`` to leave, after those sent before, and
     arrive ``latency_s`` later. Other links, and the opposite direction, are independent.
@@ -70,16 +67,16 @@ def directed(links: LinkMap, devices: Sequence[LinkEndpoint]) -> dict[tuple[int,
     """Return the link of each direction; one that is given for one direction only applies to both.
 
     Raises:
-        UsageError: A link has an unknown end, or one for which it cannot be emulated.
+        UsageError: A link has an unknown end, or one that is no ``sim`` device.
     """
     for first, second in links:
         if first == second or not all(0 <= end < len(devices) for end in (first, second)):
             raise UsageError(f"a link from device {first} to {second}; this pool has devices 0 to {len(devices) - 1}")
         ends = devices[first], devices[second]
-        if not {end.kind for end in ends} <= EMULATED_KINDS or ends[0].host != ends[1].host:
+        if {end.kind for end in ends} != {"sim"} or ends[0].host != ends[1].host:
             raise UsageError(
                 f"the link from device {first} ({ends[0].kind} on {ends[0].host}) to {second} ({ends[1].kind} on "
-                f"{ends[1].host}) cannot be emulated: that is done between cpu and sim devices of one host"
+                f"{ends[1].host}) cannot be emulated: that is done between sim devices of one host"
             )
     return {(second, first): link for (first, second), link in links.items()} | dict(links)
 

@@ -30,7 +30,7 @@ class MeasuredPool(Protocol):
         """True if nothing can be sent any more."""
 
     def near(self, worker: int) -> bool:
-        """Tell whether a worker is on this host, with nothing emulated on the way to it."""
+        """Tell whether a worker is on this host."""
 
     def new_number(self) -> int:
         """Return a number for a buffer, definition or group that nothing else in the pool has."""

@@ -1,7 +1,8 @@
 """A pool shared with child processes: the parent's server, the children's pool, and the messages between them.
 
-The devices stay the parent's: it alone has sockets to workers, and forwards what its children send. Each process has
-numbers of its own for buffers and definitions, so that several can use one worker.
+The devices stay the parent's: it alone has sockets to workers, and passes on what its children send to them and they
+reply, which are the workers' own messages. Each process has numbers of its own for buffers, definitions and groups, so
+that several can use one worker.
 """
 
 from onebox.pool.sharing.attached_pool import ADDRESS, UNSHARED, AttachedPool, parent_address

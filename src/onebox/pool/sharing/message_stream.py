@@ -1,24 +1,25 @@
-"""Messages over a stream socket: a header and any number of frames, each of a stated length."""
+"""Messages over a stream socket between two processes of one user: for a worker or from it, each with its frames."""
 
 from __future__ import annotations
 
 import contextlib
 import socket
 import struct
+import threading
 import weakref
 from collections.abc import Sequence
+from queue import SimpleQueue
 from typing import Any
 
 from onebox.errors import WireError
 from onebox.portable import after_fork_in_child
 from onebox.wire.protocol.codec import FRAME_BYTES, FRAMES, HEADER_BYTES
 
-_PREFIX = struct.Struct("<II")
-"""Bytes of the header, and number of frames."""
+_PREFIX = struct.Struct("<III")
+"""The worker, bytes of the header, and number of frames, whose sizes follow."""
 
 _SMALL_BYTES = 1 << 16
 """Messages up to this size are sent by one call."""
-
 
 _sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
@@ -37,77 +38,102 @@ after_fork_in_child(_close_copies)
 
 
 class MessageStream:
-    """Messages over a connected stream socket. One thread may send while another receives.
+    """One end of a stream: a thread passes what comes to :meth:`received`, another one sends.
 
     Args:
-        connection: The socket, owned by this object.
+        connection: The socket, which is closed once both have ended.
+        name: Name of the threads.
     """
 
-    def __init__(self, connection: socket.socket) -> None:
-        self._connection = connection
+    def __init__(self, connection: socket.socket, name: str) -> None:
         close_in_forks(connection)
+        self._connection = connection
+        self._outgoing: SimpleQueue[tuple[int, bytes, Sequence[Any]] | None] = SimpleQueue()
+        self._reader = threading.Thread(target=self._read, name=name, daemon=True)
+        self._writer = threading.Thread(target=self._write, name=f"{name}-sender", daemon=True)
 
-    def send(self, header: bytes, frames: Sequence[Any] = ()) -> None:
-        """Send a message; waits while the peer does not read.
+    def start(self) -> None:
+        """Start the threads."""
+        self._reader.start()
+        self._writer.start()
 
-        Raises:
-            OSError: The peer has gone.
-            WireError: The message exceeds the limits.
-        """
+    def send(self, worker: int, header: bytes, frames: Sequence[Any] = ()) -> None:
+        """Send a message after the earlier ones, without waiting for it; both are within the limits."""
+        self._outgoing.put((worker, header, frames))
+
+    def finish(self) -> None:
+        """End the connection once the earlier messages are sent."""
+        self._outgoing.put(None)
+
+    def end(self) -> None:
+        """End the connection, and all waits of both sides."""
+        with contextlib.suppress(OSError):  # the peer was faster
+            self._connection.shutdown(socket.SHUT_RDWR)
+
+    def join(self, timeout_s: float) -> None:
+        """Wait a while for the end of the connection and of the threads."""
+        self._reader.join(timeout_s)
+        self._writer.join(timeout_s)
+
+    def received(self, worker: int, header: bytearray, frames: Sequence[Any]) -> bool:
+        """Process a message; return whether another one may follow. A ``WireError`` ends the connection."""
+        raise NotImplementedError
+
+    def ended(self, error: WireError | None) -> None:
+        """Process the end of what comes: by the peer, unless there is an error."""
+        raise NotImplementedError
+
+    def transmit(self, worker: int, header: bytes, frames: Sequence[Any] = ()) -> None:
+        """Send a message; waits while the peer does not read, and raises ``OSError`` when it has gone."""
         views = [memoryview(frame).cast("B") for frame in frames]
-        if len(header) > HEADER_BYTES or len(views) > FRAMES or any(len(view) > FRAME_BYTES for view in views):
-            raise WireError(f"a message of {len(header)} bytes and {len(views)} tensors is over the limits")
-        sizes = struct.pack(f"<{len(views)}Q", *(len(view) for view in views))
-        start = _PREFIX.pack(len(header), len(views)) + sizes + header
-        if len(start) + sum(len(view) for view in views) <= _SMALL_BYTES:
-            self._connection.sendall(b"".join((start, *views)))
-            return
-        self._connection.sendall(start)
-        for view in views:
-            self._connection.sendall(view)
+        sizes = struct.pack(f"<{len(views)}Q", *map(len, views))
+        parts: list[Any] = [_PREFIX.pack(worker, len(header), len(views)) + sizes + header, *views]
+        for part in [b"".join(parts)] if sum(map(len, parts)) <= _SMALL_BYTES else parts:
+            self._connection.sendall(part)
 
-    def receive(self) -> tuple[bytearray, list[bytearray]] | None:
-        """Wait for a message; return its header and frames, or ``None`` when the peer has gone.
+    def receive(self) -> tuple[int, bytearray, list[bytearray]]:
+        """Wait for a message; raises ``OSError`` when the peer has gone.
 
         Raises:
             WireError: It exceeds the limits.
         """
-        start = self._exactly(_PREFIX.size)
-        if start is None:
-            return None
-        size, count = _PREFIX.unpack(start)
-        if size > HEADER_BYTES or count > FRAMES:
+        worker, size, count = _PREFIX.unpack(self._exactly(_PREFIX.size))
+        if size > HEADER_BYTES or count >= FRAMES:
             raise WireError(f"a message of {size} bytes and {count} tensors is over the limits")
-        packed = self._exactly(8 * count)
-        if packed is None:
-            return None
-        sizes = struct.unpack(f"<{count}Q", packed)
+        sizes = struct.unpack(f"<{count}Q", self._exactly(8 * count))
         if max(sizes, default=0) > FRAME_BYTES:
             raise WireError(f"a tensor of {max(sizes)} bytes; allowed are {FRAME_BYTES}")
-        parts = [self._exactly(each) for each in (size, *sizes)]
-        header, *frames = parts
-        if header is None or any(frame is None for frame in frames):
-            return None
-        return header, [frame for frame in frames if frame is not None]
+        return worker, self._exactly(size), [self._exactly(each) for each in sizes]
 
-    def _exactly(self, size: int) -> bytearray | None:
+    def _exactly(self, size: int) -> bytearray:
         found = bytearray(size)
-        view = memoryview(found)
-        while view:
-            try:
-                count = self._connection.recv_into(view)
-            except OSError:
-                return None
+        left = memoryview(found)
+        while left:
+            count = self._connection.recv_into(left)
             if not count:
-                return None
-            view = view[count:]
+                raise ConnectionError("the connection has ended")
+            left = left[count:]
         return found
 
-    def end(self) -> None:
-        """End all waits of both sides, and what is not read yet."""
-        with contextlib.suppress(OSError):  # the peer was faster
-            self._connection.shutdown(socket.SHUT_RDWR)
+    # ---- the threads
 
-    def close(self) -> None:
-        """Close the socket, once no thread uses it."""
+    def _read(self) -> None:
+        broken = None
+        try:
+            while self.received(*self.receive()):
+                pass
+        except WireError as error:
+            broken = error
+        except OSError:
+            pass
+        finally:
+            self.ended(broken)
+            self.finish()
+
+    def _write(self) -> None:
+        with contextlib.suppress(OSError):  # the peer has gone, which the reader finds, too
+            while (message := self._outgoing.get()) is not None:
+                self.transmit(*message)
+        self.end()
+        self._reader.join()
         self._connection.close()

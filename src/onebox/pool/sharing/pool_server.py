@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import os
 import socket
@@ -12,34 +11,21 @@ import time
 from collections.abc import Collection, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
-from queue import SimpleQueue
 from typing import Any
-
-import msgspec
 
 from onebox.errors import OneboxError, PoolError, UsageError, WireError
 from onebox.pool.client.connection import WorkerReply
+from onebox.pool.devices import require_devices
 from onebox.pool.launch.socket_folder import SocketFolder
 from onebox.pool.pool import Pool
 from onebox.pool.sharing.message_stream import MessageStream, close_in_forks
-from onebox.pool.sharing.messages import (
-    SPAN,
-    Attached,
-    Claim,
-    Detach,
-    Form,
-    Leave,
-    Memory,
-    Post,
-    Replied,
-    Request,
-    Response,
-    decode_request,
-    encode_message,
-    failed,
-)
-from onebox.wire.protocol.instructions import Ask
-from onebox.wire.protocol.requests import FreeRange
+from onebox.pool.sharing.messages import ENVELOPES, SPAN, ChildEnvelope, Claim, Welcome, failed
+from onebox.wire import encode
+from onebox.wire.protocol.codec import decode
+from onebox.wire.protocol.groups import FormGroup, LeaveGroup, Reduced, Rendezvous, TicketCancelled
+from onebox.wire.protocol.instructions import Ask, Free
+from onebox.wire.protocol.requests import FreeRange, ReadClock, Shutdown
+from onebox.wire.protocol.responses import Reply
 
 _CHILDREN = 256
 """Most children at a time."""
@@ -53,12 +39,16 @@ late what it sent. One that waits for something else from it is interrupted then
 _LOOK_S = 0.05
 """Interval of looking whether others go on."""
 
-_SLICE_S = 0.2
-"""Ctrl-C ends a wait for children within this time."""
+_AGAIN_S = 0.2
+"""Interval of letting in a child when no file descriptor is left."""
+
+_NOT_FORWARDED = {Claim, FormGroup, Rendezvous, Reduced, TicketCancelled, FreeRange, ReadClock, Shutdown}
+"""Instructions that only this process sends to workers, or that are for itself."""
+
+_UNHINDERED = {Free, LeaveGroup}
+"""Instructions that wait for nothing, so that they may come to a device that is another child's by now."""
 
 _LOG = logging.getLogger("onebox")
-
-_Outgoing = tuple[Response, Sequence[Any]]
 
 
 class PoolServer:
@@ -78,13 +68,12 @@ class PoolServer:
         self.synchronous = synchronous
         self.used: set[int] = set()
         """The devices to which children have sent something."""
+        self.claims: dict[int, int] = {}
+        """The devices that are one child's alone, with its number."""
+        self.children: dict[int, _Child] = {}
+        self.closed = False
         self._folder = SocketFolder()
         self.address = os.path.join(self._folder.path, "pool")
-        self._lock = threading.Lock()
-        self._numbers = itertools.count(1)
-        self._children: dict[int, _Child] = {}
-        self._claims: dict[int, int] = {}  # from device to child
-        self._closed = False
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         close_in_forks(self._socket)
         try:
@@ -99,301 +88,175 @@ class PoolServer:
 
     def wait(self) -> None:
         """Wait for the end of all children."""
-        while True:
-            with self._lock:
-                children = list(self._children.values())
-            if not children:
-                return
-            children[0].join(_SLICE_S)
+        while self.children:
+            time.sleep(_LOOK_S)
 
     def close(self) -> None:
         """End the connections to all children, and remove the socket. Idempotent."""
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-            children = list(self._children.values())
+        self.closed = True
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # ends the wait for further ones
+        self._thread.join(_JOIN_S)
+        children = list(self.children.values())
         for child in children:
             child.end()
-        self._thread.join(_JOIN_S)
         for child in children:
             child.join(_JOIN_S)
         self._socket.close()
         self._folder.close()
 
     def _accept(self) -> None:
-        while True:
+        while not self.closed:
             try:
                 connection, _ = self._socket.accept()
             except OSError as error:
-                if self._closed:
-                    return
-                _LOG.warning("a child process cannot be let in: %s", error)  # no file descriptor is left
-                time.sleep(_SLICE_S)
+                if not self.closed:
+                    _LOG.warning("a child process cannot be let in: %s", error)
+                    time.sleep(_AGAIN_S)
                 continue
-            stream = MessageStream(connection)
-            with self._lock:
-                full = len(self._children) >= _CHILDREN
-                if not full and not self._closed:
-                    number = next(self._numbers)
-                    self._children[number] = child = _Child(self, number, stream)
-                    child.start()
-                    continue
-            if full:
-                _refuse(stream)
-            stream.close()
-
-    # ---- called by children's threads
-
-    def claim(self, child: int, worker: int) -> None:
-        """Reserve a device for a child.
-
-        Raises:
-            UsageError: It is another one's, or is not there.
-        """
-        with self._lock:
-            self._require(child, worker)
-            self._claims[worker] = child
-
-    def release(self, child: int, worker: int) -> None:
-        """End a child's claim of a device."""
-        with self._lock:
-            if self._claims.get(worker) == child:
-                del self._claims[worker]
-
-    def require(self, child: int, worker: int) -> None:
-        """Require that a child may use a device.
-
-        Raises:
-            UsageError: It is another one's, or is not there.
-        """
-        with self._lock:
-            self._require(child, worker)
-
-    def is_others(self, child: int, worker: int) -> bool:
-        """Return whether a device has been claimed by another child.
-
-        Raises:
-            UsageError: It is not there.
-        """
-        self.require_devices([worker])
-        with self._lock:
-            return self._claims.get(worker, child) != child
-
-    def require_devices(self, workers: Sequence[int]) -> None:
-        """Require that devices are there.
-
-        Raises:
-            UsageError: One is not.
-        """
-        for worker in workers:
-            if not 0 <= worker < len(self.pool):
-                raise UsageError(f"there is no device {worker}; the pool has 0 to {len(self.pool) - 1}")
-
-    def _require(self, child: int, worker: int) -> None:
-        self.require_devices([worker])
-        if self._claims.get(worker, child) != child:
-            raise UsageError(
-                f"device {worker} is used by the collectives of another process: let each rank have a device of its "
-                "own, as by torch.cuda.set_device(int(os.environ['LOCAL_RANK']))"
-            )
-
-    def release_all(self, child: int) -> list[int]:
-        """End all claims of a child; return the devices."""
-        with self._lock:
-            found = [worker for worker, owner in self._claims.items() if owner == child]
-            for worker in found:
-                del self._claims[worker]
-            return found
-
-    def is_claimed(self, workers: Collection[int]) -> bool:
-        """Return whether a child has claimed one of some devices, while this server is open."""
-        with self._lock:
-            return not self._closed and not self._claims.keys().isdisjoint(workers)
-
-    def forget(self, child: int) -> None:
-        """Remove a child of which nothing is left."""
-        with self._lock:
-            self._children.pop(child, None)
+            child = _Child(self, next(self.pool.child_numbers), connection)
+            if len(self.children) < _CHILDREN:
+                self.children[child.number] = child
+                child.start()
+            else:
+                child.refuse()
 
 
-def _refuse(stream: MessageStream) -> None:
-    error = PoolError(f"{_CHILDREN} processes share the devices; let some of them end, and start this one again")
-    with contextlib.suppress(OSError):  # it has ended
-        stream.send(encode_message(failed(0, error)))
-
-
-class _Child:
-    """The connection to one child process, with a thread for each direction.
+class _Child(MessageStream):
+    """The connection to one child process.
 
     Args:
         server: The server.
         number: Number of the child, from 1.
-        stream: The connection.
+        connection: The socket.
     """
 
-    def __init__(self, server: PoolServer, number: int, stream: MessageStream) -> None:
+    def __init__(self, server: PoolServer, number: int, connection: socket.socket) -> None:
+        super().__init__(connection, f"onebox-child-{number}")
         self._server = server
-        self._pool = server.pool
-        self._number = number
-        self._stream = stream
-        self._outgoing: SimpleQueue[_Outgoing | None] = SimpleQueue()
-        self._used: set[int] = set()
-        name = f"onebox-child-{number}"
-        self._reader = threading.Thread(target=self._read, name=name, daemon=True)
-        self._writer = threading.Thread(target=self._write, name=f"{name}-replies", daemon=True)
+        self._pool = pool = server.pool
+        self.number = number
+        self._first = number * SPAN
+        self._group = 0  # which is being formed
+        self._forming: list[tuple[int, int]] = []  # worker and number of the message of each of its ranks, so far
+        self._orderly = False
+        welcome = Welcome(pool.devices, self._first, pool.round_trip_s, pool.plain_links, server.synchronous)
+        self.send(0, encode(welcome))
 
-    def start(self) -> None:
-        """Start the threads."""
-        pool = self._pool
-        first = self._number * SPAN
-        self._outgoing.put(
-            (Attached(pool.devices, first, pool.round_trip_s, pool.plain_links, self._server.synchronous), ())
-        )
-        self._writer.start()
-        self._reader.start()
+    def refuse(self) -> None:
+        """End the connection without having started."""
+        error = PoolError(f"{_CHILDREN} processes share the devices; let some of them end, and start this one again")
+        with contextlib.suppress(OSError):  # it has ended
+            self.transmit(0, encode(failed(0, error)))
+        self._connection.close()
 
-    def end(self) -> None:
-        """End the connection."""
-        self._stream.end()
-
-    def join(self, timeout_s: float) -> None:
-        """Wait for the end of the threads."""
-        self._reader.join(timeout_s)
-        self._writer.join(timeout_s)
-
-    # ---- the reader
-
-    def _read(self) -> None:
-        orderly = False
+    def received(self, worker: int, header: bytearray, frames: Sequence[Any]) -> bool:
+        """Pass a message on, or do what it asks of this process; return whether another one may follow."""
+        message: ChildEnvelope = decode(ENVELOPES, [header, *frames], "an envelope")
         try:
-            while not orderly and (found := self._stream.receive()) is not None:
-                header, frames = found
-                request = decode_request(header)
-                orderly = isinstance(request, Detach)
-                self._serve(request, frames)
-        except (msgspec.DecodeError, WireError) as error:
-            _LOG.warning("a child process sent what is no request, and is given up: %s", error)
-        finally:
-            self._clean_up(orderly)
-            self._outgoing.put(None)
-
-    def _serve(self, request: Request, frames: Sequence[Any]) -> None:
-        if isinstance(request, Detach):
-            return
-        try:
-            match request:
-                case Post():
-                    if not request.frees:  # those wait for nothing
-                        self._server.require(self._number, request.worker)
-                    self._used.add(request.worker)
-                    self._server.used.add(request.worker)
-                    future = self._pool.post(request.worker, request.instructions, frames, answer=request.answer)
-                    if request.answer:
-                        future.add_done_callback(partial(self._replied, request.number))
-                case Form():
-                    self._form(request)
-                case Leave():
-                    self._server.require_devices(request.workers)
-                    self._pool.leave_group(request.group, request.workers)
-                    self._outgoing.put((Replied(request.number), ()))
-                case Claim():
-                    act = self._server.claim if request.held else self._server.release
-                    act(self._number, request.worker)
-                    self._outgoing.put((Replied(request.number), ()))
-                case Memory():
-                    if self._server.is_others(self._number, request.worker):
-                        heard = self._pool.memory(request.worker)
-                        self._outgoing.put((Replied(request.number, (heard,)), ()))
-                    else:
-                        future = self._pool.post(request.worker, [Ask("memory")], answer=True)
-                        future.add_done_callback(partial(self._replied, request.number))
+            require_devices([worker], len(self._pool))
+            match message.instructions:
+                case (Shutdown(),):
+                    self._orderly = True
+                case (Claim(held),):
+                    self._claim(worker, held=held)
+                    self.send(worker, encode(Reply(message.number)))
+                case (FormGroup() as form,):
+                    self._form(worker, message.number, form)
+                case (Ask("memory"),) if not self._may_use(worker):  # other's collectives are not waited for
+                    self.send(worker, encode(Reply(message.number, (self._pool.memory(worker),))))
+                case _:
+                    self._forward(worker, message, frames)
         except OneboxError as error:
-            self._outgoing.put((failed(request.number, error), ()))
+            self.send(worker, encode(failed(message.number, error)))
+        return not self._orderly
 
-    def _replied(self, number: int, future: Future[WorkerReply]) -> None:
+    def _may_use(self, worker: int) -> bool:
+        return self._server.claims.get(worker, self.number) == self.number
+
+    def _claim(self, worker: int, *, held: bool) -> None:
+        if held and self._server.claims.setdefault(worker, self.number) != self.number:
+            raise _of_another(worker)
+        if not held and self._may_use(worker):
+            self._server.claims.pop(worker, None)  # only this thread ends this child's claims
+
+    def _forward(self, worker: int, message: ChildEnvelope, frames: Sequence[Any]) -> None:
+        instructions: Any = message.instructions
+        kinds = set(map(type, instructions))
+        if kinds & _NOT_FORWARDED:
+            raise UsageError("a child process sent to a worker what only the one that shares its devices may send")
+        if not (self._may_use(worker) or kinds <= _UNHINDERED):
+            raise _of_another(worker)
+        self._server.used.add(worker)
+        future = self._pool.post(worker, instructions, frames, answer=message.answer)
+        if message.answer:
+            future.add_done_callback(partial(self._replied, worker, message.number))
+
+    def _replied(self, worker: int, number: int, future: Future[WorkerReply]) -> None:
         error = future.exception()
-        if error is not None:
-            self._outgoing.put((failed(number, error), ()))
-            return
-        reply = future.result()
-        done = Replied(number, reply.results, reply.times_ns, reply.used_bytes, reply.traffic, reply.clock_ns)
-        self._outgoing.put((done, reply.frames))
-
-    def _form(self, request: Form) -> None:
-        """Form a group, and reply when all members have."""
-        self._server.require_devices(request.workers)
-        group = self._pool.new_number()
-        try:
-            futures = self._pool.begin_group(request.workers, "workers", number=group)
-        except OneboxError:
-            with contextlib.suppress(OneboxError):
-                self._pool.leave_group(group, request.workers)
-            raise
-        left = itertools.count(1)
-
-        def joined(_: Future[WorkerReply]) -> None:
-            if next(left) < len(futures):
+        if error is None:
+            reply = future.result()
+            try:
+                header = encode(Reply(number, reply.results, None, reply.times_ns, reply.used_bytes))
+                self.send(worker, header, reply.frames)
                 return
-            error = next((error for future in futures if (error := future.exception()) is not None), None)
-            if error is None:
-                self._outgoing.put((Replied(request.number, group=group), ()))
-                return
-            with contextlib.suppress(OneboxError):
-                self._pool.leave_group(group, request.workers)
-            self._outgoing.put((failed(request.number, error), ()))
+            except WireError as too_long:
+                error = too_long
+        self.send(worker, encode(failed(number, error)))
 
-        for future in futures:
-            future.add_done_callback(joined)
+    def _form(self, worker: int, number: int, form: FormGroup) -> None:
+        """Form a group, which this process serves, once the messages for all its members have come, in their order."""
+        if form.backend == "client" or form.aside:
+            raise UsageError("a child process forms groups for transfers between workers only")
+        if form.rank == 0 and self._first <= form.group < self._first + SPAN:
+            self._forming, self._group = [], form.group
+        if form.group != self._group or form.rank != len(self._forming) or form.rank >= len(self._pool):
+            raise UsageError(f"rank {form.rank} of group {form.group} is not the next one of a group of this process")
+        self._forming.append((worker, number))
+        if len(self._forming) == form.size:
+            members, self._forming = self._forming, []
+            futures = self._pool.begin_group([worker for worker, _ in members], "workers", number=form.group)
+            for member, future in zip(members, futures, strict=True):
+                future.add_done_callback(partial(self._replied, *member))
 
-    def _clean_up(self, orderly: bool) -> None:
+    def ended(self, error: WireError | None) -> None:
         """Free what the child has on workers, and end the groups that it was in.
 
-        Args:
-            orderly: Whether it has ended by itself; then what it has sent is executed before, and the others of its
-                groups have a moment to read what it sent to them.
+        Where it has ended by itself, what it has sent is executed before, and the others of its groups have a moment to
+        read what it sent to them.
         """
+        if error is not None:
+            _LOG.warning("a child process sent what is no request, and is given up: %s", error)
         groups: dict[int, dict[int, tuple[int, ...]]] = {}
-        for worker in self._server.release_all(self._number):
+        for worker in [worker for worker, owner in list(self._server.claims.items()) if owner == self.number]:
+            del self._server.claims[worker]
             with contextlib.suppress(OneboxError):
                 groups[worker] = self._pool.groups_of(worker)  # those of a process that takes its place are others
-                if orderly:
+                if self._orderly:
                     wait([self._pool.post(worker, [], answer=True)])
         others = {member for own in groups.values() for members in own.values() for member in members} - groups.keys()
-        if orderly and others:
-            self._outgoing.put(None)  # the child may end: it has nothing to wait for
+        if self._orderly and others:
+            self.finish()  # the child may end: it has nothing to wait for
             self._wait_for(others)
         for own in groups.values():
             with contextlib.suppress(OneboxError):
                 self._pool.end_groups(own)
-        first = self._number * SPAN
-        for worker in self._used:
+        for worker in self._pool.present:
             with contextlib.suppress(OneboxError):
-                self._pool.post(worker, [FreeRange(first, first + SPAN)])
-        self._server.forget(self._number)
+                self._pool.post(worker, [FreeRange(self._first, self._first + SPAN)])
+        self._server.children.pop(self.number, None)
 
     def _wait_for(self, workers: Collection[int]) -> None:
         """Wait a while until the other members of groups have ended, too, and all that they have sent is executed."""
         end_s = time.monotonic() + _OTHERS_S
-        while self._server.is_claimed(workers) and time.monotonic() < end_s:
+        while not self._server.closed and workers & self._server.claims.keys() and time.monotonic() < end_s:
             time.sleep(_LOOK_S)
         with contextlib.suppress(OneboxError):
             wait([self._pool.post(each, [], answer=True) for each in workers], max(0.0, end_s - time.monotonic()))
 
-    # ---- the writer
 
-    def _write(self) -> None:
-        while (outgoing := self._outgoing.get()) is not None:
-            response, frames = outgoing
-            try:
-                self._stream.send(encode_message(response), frames)
-            except OSError:  # the child has ended, which the reader finds, too
-                break
-            except WireError as error:
-                _LOG.warning("a reply for a child process cannot be sent: %s", error)
-                break
-        self._stream.end()
-        self._reader.join()
-        self._stream.close()
+def _of_another(worker: int) -> UsageError:
+    return UsageError(
+        f"device {worker} is used by the collectives of another process: let each rank have a device of its own, as by "
+        "torch.cuda.set_device(int(os.environ['LOCAL_RANK']))"
+    )

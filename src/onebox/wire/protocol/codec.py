@@ -12,6 +12,7 @@ import msgspec
 
 from onebox.errors import WireError
 from onebox.wire.clean_text import clean
+from onebox.wire.program import Message
 from onebox.wire.protocol.requests import Envelope
 from onebox.wire.protocol.responses import WorkerMessage
 
@@ -29,7 +30,7 @@ _messages = msgspec.msgpack.Decoder(WorkerMessage)
 _encoder = msgspec.msgpack.Encoder()
 
 
-def encode(message: Envelope | WorkerMessage) -> bytes:
+def encode(message: Message) -> bytes:
     """Encode a message as a header frame.
 
     Raises:
@@ -57,7 +58,17 @@ def check_frames(frames: Sequence[Any]) -> None:
         raise WireError(f"a tensor of {largest} bytes; allowed are {FRAME_BYTES}: cut it into smaller ones")
 
 
-def _decode(decoder: msgspec.msgpack.Decoder[Any], parts: Sequence[Any], what: str) -> Any:
+def decode(decoder: msgspec.msgpack.Decoder[Any], parts: Sequence[Any], what: str) -> Any:
+    """Decode a message's header.
+
+    Args:
+        decoder: The decoder of its types.
+        parts: The header, and its frames.
+        what: What it should be, for the error.
+
+    Raises:
+        WireError: It breaks the protocol or its limits.
+    """
     if not parts or len(parts) > FRAMES:
         raise WireError(f"{what} of {len(parts)} frames; allowed are 1 to {FRAMES}")
     header = memoryview(parts[0])
@@ -75,7 +86,7 @@ def decode_envelope(parts: Sequence[Any]) -> tuple[Envelope, Sequence[Any]]:
     Raises:
         WireError: It breaks the protocol or its limits.
     """
-    envelope: Envelope = _decode(_envelopes, parts, "an envelope")
+    envelope: Envelope = decode(_envelopes, parts, "an envelope")
     return envelope, parts[1:]
 
 
@@ -85,5 +96,5 @@ def decode_worker_message(parts: Sequence[Any]) -> tuple[WorkerMessage, Sequence
     Raises:
         WireError: It breaks the protocol or its limits.
     """
-    message: WorkerMessage = _decode(_messages, parts, "a worker's message")
+    message: WorkerMessage = decode(_messages, parts, "a worker's message")
     return clean(message), parts[1:]

@@ -8,7 +8,7 @@ from onebox.wire.program import Message
 
 
 class EmulatedLink(Message, frozen=True):
-    """Emulated slowness of transfers to a rank, for experiments on one host.
+    """Emulated link from a ``sim`` device to a rank.
 
     Args:
         peer: The rank.
@@ -36,7 +36,7 @@ class FormGroup(Message, frozen=True, tag="form"):
             of an agent, which names its own.
         timeout_s: Bound of every wait inside the group.
         shared: Whether members on one host use shared memory where possible.
-        links: This worker's emulated links to other ranks; only if all share memory.
+        links: The emulated links of a ``sim`` device to other ranks; others refuse any.
         aside: Whether it is for background transfers between host memories.
         nccl: Ranks that use NCCL among themselves, this one included: GPUs of which no two are the same.
     """
@@ -79,11 +79,11 @@ class TicketCancelled(Message, frozen=True, tag="gone"):
 
 
 class Retime(Message, frozen=True, tag="retime"):
-    """Change the emulation, for experiments: only ``sim`` devices, and groups with emulated links, apply it.
+    """Change the emulation, for experiments; only ``sim`` devices do.
 
     Args:
         speed: The new divisor of this ``sim`` device's costs; 0 for no change.
-        links: New values of this worker's emulated links, by link number; their peers are ignored.
+        links: New values of its emulated links, by link number; their peers are ignored.
     """
 
     speed: float = 0.0

@@ -46,15 +46,15 @@ at its first use, which may wait for all work of the device: a receive there wou
 GROUP = "onebox.accelerators"
 """Group of entry points."""
 
-_OWN = "cpu", "cuda", "meta"
+_OWN = "cpu", "cuda"
 
 
 def accelerator_for(name: str) -> Accelerator:
     """Return the accelerator of a device, for this process.
 
     Args:
-        name: The name of the device, by PyTorch: ``cpu``, ``cuda:k``, or ``meta`` for tensors without elements; or
-            ``KIND:k`` of an installed package (:func:`is_installed`).
+        name: The name of the device, by PyTorch: ``cpu`` or ``cuda:k``; or ``KIND:k`` of an installed package
+            (:func:`is_installed`).
 
     Raises:
         RuntimeError: PyTorch knows no such device, or this machine lacks it.

@@ -53,18 +53,14 @@ class _HostStream:
 
 
 class HostAccelerator(DeviceTensors):
-    """The host's processors; implements :class:`~onebox.worker.accelerator.interface.Accelerator`.
-
-    Args:
-        device: ``cpu``; or ``meta`` for tensors without elements, whose generator is not the process's.
-    """
+    """The host's processors; implements :class:`~onebox.worker.accelerator.interface.Accelerator`."""
 
     asynchronous = False
     graphs = False
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
-        self.generator = torch.default_generator if device.type == "cpu" else torch.Generator()
+        self.generator = torch.default_generator
         self.nccl = False
         self._stream = _HostStream()
 
@@ -124,5 +120,5 @@ class HostAccelerator(DeviceTensors):
         raise RuntimeError(f"{self.device} captures no work")
 
     def new_generator(self, seed: int) -> torch.Generator:
-        """Return a new generator, which for tensors without elements is one of a CPU that is never used."""
+        """Return a new generator."""
         return torch.Generator().manual_seed(seed)

@@ -1,2 +1,2 @@
-"""Communication among workers: groups, the client's rendezvous, torch.distributed, emulated links. Shared memory is in
+"""Communication among workers: groups, the client's rendezvous, torch.distributed. Shared memory is in
 comm.shm; the instructions that use groups are in execution."""

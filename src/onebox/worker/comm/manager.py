@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 
 import msgspec
 
 from onebox.errors import WireError
-from onebox.wire.protocol.groups import EmulatedLink, FormGroup
+from onebox.wire.protocol.groups import FormGroup
 from onebox.wire.protocol.instructions import Broadcast, Gather, Receive, Reduce, Send, Vote
 from onebox.wire.protocol.requests import Routine
 from onebox.wire.protocol.responses import GroupTraffic, Joined, Left, WorkerFailure
@@ -18,7 +18,6 @@ from onebox.worker.accelerator import Accelerator, accelerator_for
 from onebox.worker.comm import nccl
 from onebox.worker.comm.api import ClientChannel, RankLost, WorkerGroup
 from onebox.worker.comm.client import ChannelRelay, ChannelStore, ClientGroup
-from onebox.worker.comm.emulated_links import EmulatedLinks
 from onebox.worker.comm.hybrid import HybridGroup
 from onebox.worker.comm.nccl import REACH, NcclGroup
 from onebox.worker.comm.reachability import require_reachable
@@ -79,7 +78,6 @@ class GroupManager:
         self._failed: set[int] = set()
         self._failures = 0
         self._last_failure = ""
-        self._emulated_links = EmulatedLinks()
         self._forming: FormGroup | None = None
 
     @property
@@ -101,20 +99,21 @@ class GroupManager:
         with threads_on_all_cores():
             self._forming = form
             try:
-                group = form_group(
-                    form,
-                    self._channel,
-                    accelerator,
-                    progress,
-                    self._emulated_links,
-                    shared=self._shared,
-                    network=self._network,
-                    sharing_key=self._sharing_key,
-                )
-                self._groups[form.group] = group
+                group = self._groups[form.group] = self._join(form, accelerator, progress)
             finally:
                 self._forming = None
         return group.joined
+
+    def _join(self, form: FormGroup, accelerator: Accelerator, progress: WorkerProgress) -> WorkerGroup:
+        return form_group(
+            form,
+            self._channel,
+            accelerator,
+            progress,
+            shared=self._shared,
+            network=self._network,
+            sharing_key=self._sharing_key,
+        )
 
     def get(self, number: int) -> WorkerGroup:
         """Return a group.
@@ -237,17 +236,6 @@ class GroupManager:
         if self._forming is forming:
             nccl.end_process(f"the others of group {forming.group} did not come to their communicators")
 
-    def retime(self, links: Sequence[EmulatedLink]) -> None:
-        """Change the speeds of this worker's emulated links; see :meth:`EmulatedLinks.retime`.
-
-        Raises:
-            WireError: One of them is invalid.
-        """
-        self._emulated_links.retime(links)
-        for group in self._groups.values():
-            if isinstance(group, ShmGroup):
-                group.retimed()
-
     def abandon(self, number: int, failure: WorkerFailure) -> None:
         """Leave a group in which this worker cannot do its part, unless it has left before."""
         if number not in self._lost:
@@ -272,7 +260,6 @@ def form_group(
     channel: ClientChannel,
     accelerator: Accelerator,
     progress: WorkerProgress,
-    emulated_links: EmulatedLinks,
     *,
     shared: SharedMemoryQuota | None = None,
     network: GroupNetwork | None = None,
@@ -285,7 +272,6 @@ def form_group(
         channel: The channel to the client, for the rendezvous.
         accelerator: Device of the tensors.
         progress: Marked during waits.
-        emulated_links: State of this worker's emulated links.
         shared: Limit of the memory that it shares; none by default.
         network: Where workers of other hosts find this one, beside the group's address.
         sharing_key: See :func:`find_shm_peers`.
@@ -294,7 +280,10 @@ def form_group(
         RankLost: The others did not join in time.
         NoAddress: This host does not have the address under which others reach it, nor one to which that is forwarded;
             or that stands for all of its addresses.
+        WireError: Its links are to be emulated.
     """
+    if form.links:
+        raise WireError("links are emulated between sim devices only")
     if form.backend == "client":
         return ClientGroup(form, channel, accelerator)
     store = ChannelStore(channel, form.group, form.timeout_s)
@@ -311,7 +300,7 @@ def form_group(
         return find_shm_peers(form, store, paged=copier is not None, sharing_key=sharing_key)
 
     def by_host() -> WorkerGroup:
-        return _by_host(form, accelerator, progress, emulated_links, shared, copier, peers(), by_sockets)
+        return _by_host(form, accelerator, progress, shared, copier, peers(), by_sockets)
 
     with progress.wait():
         if form.rank not in form.nccl:
@@ -346,14 +335,13 @@ def _by_host(
     form: FormGroup,
     accelerator: Accelerator,
     progress: WorkerProgress,
-    emulated_links: EmulatedLinks,
     shared: SharedMemoryQuota | None,
     copier: ShmCopier | None,
     met: ShmPeers | None,
     by_sockets: Callable[[], TcpGroup],
 ) -> WorkerGroup:
     """Join a group through memory where it is shared, and sockets."""
-    near = None if met is None else ShmGroup(form, met, accelerator, progress, emulated_links, copier, shared)
+    near = None if met is None else ShmGroup(form, met, accelerator, progress, copier, shared)
     if near is not None and met is not None and met.whole:
         return near
     try:
@@ -378,10 +366,6 @@ def _by_sockets(
     network: GroupNetwork,
     relay: ChannelRelay,
 ) -> TcpGroup:
-    if form.links:
-        raise WireError("links can be emulated in groups of one agent's workers, on a Linux host with x86-64, only")
-    if accelerator.device.type == "meta":
-        raise RankLost("a worker that does not compute can only be in a group of one agent's CPU and sim devices")
     encrypted = form.backend == "tls"
     address, advertised = forwarded_address(form.address, network.bound)
     return TcpGroup(

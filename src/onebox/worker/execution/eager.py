@@ -16,8 +16,7 @@ from onebox.wire.protocol.eager import DefaultType, EagerWork, KeepGenerator, Op
 from onebox.wire.protocol.responses import OperatorResult, Result, WorkerFailure
 from onebox.worker.comm.api import RankLost
 from onebox.worker.device import ComputeDevice
-from onebox.worker.emulated import NoValues
-from onebox.worker.execution.errors import describe_failure, require_device
+from onebox.worker.execution.errors import NoValues, describe_failure, require_device
 from onebox.worker.memory.buffers import BufferStore, Poisoned, QuotaExceeded
 from onebox.worker.programs.blocks import CompiledBlock, Void
 from onebox.worker.programs.interpreter import OperatorFailed, describe

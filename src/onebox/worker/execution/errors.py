@@ -9,14 +9,24 @@ from msgspec.structs import replace
 
 from onebox.errors import UsageError, WireError
 from onebox.sizes import parse_size
+from onebox.wire import TensorSpec
 from onebox.wire.protocol.responses import WorkerFailure
 from onebox.worker.accelerator import DeviceFailed
 from onebox.worker.comm.api import RankLost
 from onebox.worker.device import ComputeDevice
-from onebox.worker.emulated import NoValues
 from onebox.worker.memory.buffers import QuotaExceeded, lacks_memory
 from onebox.worker.programs.interpreter import OperatorFailed
 from onebox.worker.system.network_interfaces import NoAddress
+
+
+class NoValues(Exception):
+    """Elements of a tensor without elements were requested."""
+
+    def __init__(self, spec: TensorSpec) -> None:
+        super().__init__(
+            f"{spec} on a sim device has no values: the device computes nothing; allowed are questions about times, "
+            "memory and digests of shapes"
+        )
 
 
 def describe_failure(error: Exception, doing: str, place: tuple[int, int] | None = None) -> WorkerFailure:

@@ -62,6 +62,7 @@ from onebox.worker.execution.pending_reply import Outcome, PendingReply
 from onebox.worker.execution.step_votes import StepVotes
 from onebox.worker.execution.stream import ScriptStream, ScriptStreams
 from onebox.worker.faults import FaultInjector
+from onebox.worker.memory.async_copy import AsyncCopier, copier_for
 from onebox.worker.memory.buffers import BufferStore, Poisoned, QuotaExceeded
 from onebox.worker.memory.host import HostMemory
 from onebox.worker.memory.offload import Offloader
@@ -83,9 +84,6 @@ _STOPPED = frozenset(
 )
 """Instructions that have no effect in a stream that has stopped."""
 
-_AHEAD = frozenset({Put, Call, Send, Receive, Free, Rename, OptimizerStep, Vote, Ask})
-"""Instructions that the host executes ahead of an emulated device; before any other the device's work ends."""
-
 
 class Executor:
     """Executes instructions.
@@ -104,6 +102,10 @@ class Executor:
         sharing_key: A secret of the workers that share memory with it.
     """
 
+    progress_type: type[WorkerProgress] = WorkerProgress
+    groups_type: type[GroupManager] = GroupManager
+    votes_type: type[StepVotes] = StepVotes
+
     def __init__(
         self,
         device: ComputeDevice,
@@ -117,7 +119,7 @@ class Executor:
         network: GroupNetwork | None = None,
         sharing_key: bytes = b"",
     ) -> None:
-        self.progress = WorkerProgress()
+        self.progress = self.progress_type()
         self.graphs = GraphMemory(device.accelerator)
         self.store = BufferStore(quota_bytes, self.graphs)
         self.host = HostMemory(quota_bytes)
@@ -130,7 +132,7 @@ class Executor:
         self._definitions: dict[int, Any] = {}
         self._eager = EagerExecutor(device, self.store, self._definitions, self.progress, self._fail)
         accelerator = device.accelerator
-        self._groups = GroupManager(
+        self._groups = self.groups_type(
             channel,
             accelerator,
             self.progress,
@@ -142,8 +144,8 @@ class Executor:
         self._owed: dict[int, tuple[int, ...]] = {}  # groups of the routines that could not be defined
         self._snapshots = SnapshotService(accelerator, self.store, self.host, self._groups, self._definition, faults)
         self._collectives = CollectiveExecutor(self.store, self._groups, self._before_update)
-        self._offloader = Offloader(accelerator, self.store, self.host, faults, self.progress)
-        self._votes = StepVotes(
+        self._offloader = Offloader(accelerator, self.store, self.host, self._copier(faults))
+        self._votes = self.votes_type(
             accelerator, self.store, self._groups, lambda number: self._definition(number, CompiledProgram)
         )
         self._updates = OptimizerSteps(
@@ -153,7 +155,6 @@ class Executor:
             self._definition,
             self._before_update,
             self._votes.takes_effect,
-            self.progress,
         )
         self._numerics = NumericState()
         self._trace = Trace()
@@ -175,7 +176,7 @@ class Executor:
         self._numerics.use()
 
     def reply(self, number: int, results: Sequence[Outcome]) -> PendingReply:
-        """Return the reply to a message, to be sent when the work of an emulated device has ended.
+        """Return the reply to a message.
 
         Args:
             number: The message's number.
@@ -241,10 +242,17 @@ class Executor:
 
     def close(self) -> None:
         """Leave all groups, and end pending work."""
-        self.progress.settle()
         self._groups.close()
         self._offloader.close()
         self._snapshots.close()
+
+    def _copier(self, faults: FaultInjector) -> AsyncCopier:
+        """Return what copies between the device and the host's memory."""
+        return copier_for(self._device.accelerator, faults)
+
+    def _now_ns(self) -> int:
+        """Return the time of traces, on a device that is not asynchronous."""
+        return time.monotonic_ns()
 
     # ---- running
 
@@ -261,7 +269,7 @@ class Executor:
         self._updates.begin(run, routine.steps, self._definitions)
         self._votes.begin(run, routine.optimizer)
         if not (run.trace and self._trace.enabled):
-            self._trace = Trace(self.store if run.trace else None, self._device.accelerator, self.progress.now_ns)
+            self._trace = Trace(self.store if run.trace else None, self._device.accelerator, self._now_ns)
         trace = self._trace
         results: list[Outcome] = []
         nothing: Iterator[Any] = iter(())
@@ -288,7 +296,6 @@ class Executor:
 
     def _cannot_run(self, run: Run, routine: object) -> Sequence[Outcome]:
         """Report a routine that cannot run, and leave the groups in which others would wait for it."""
-        self.progress.settle()  # what others get of earlier work comes before
         groups = self._groups.numbers
         failure = WorkerFailure("protocol", "run", f"routine {run.routine} is not there or lacks bindings")
         if isinstance(routine, WorkerFailure):
@@ -305,9 +312,6 @@ class Executor:
         progress = self.progress
         progress.executed += 1
         progress.doing = type(instruction).__name__.lower()
-        progress.begin()
-        if type(instruction) not in _AHEAD:
-            progress.settle()
         try:
             self._faults.before(progress)
             if self._votes.skips(instruction, resolve):
@@ -317,7 +321,6 @@ class Executor:
                 self._groups.check()  # after a wait for the device, which an interrupted operation ends with any values
             return results
         except Poisoned as error:
-            progress.settle()
             if self._object(instruction, error.failure, resolve):
                 return []
             self._void(instruction, error.failure, resolve)
@@ -328,7 +331,6 @@ class Executor:
         except DeviceFailed:
             raise
         except Exception as error:
-            progress.settle()
             require_device(self._device, error, progress.doing)
             failure = describe_failure(error, progress.doing, self._place)
             if self._in_stream and isinstance(instruction, Send) and failure.kind == "peer":
@@ -369,8 +371,6 @@ class Executor:
             Poisoned: It is to be answered: the failure is the answer.
         """
         self.progress.executed += 1
-        if type(instruction) not in _AHEAD:
-            self.progress.settle()
         if isinstance(instruction, Put):  # memory that was only allocated before stays
             self.store.void([number for number in instruction.buffers if number not in self.store], failure)
             return []
@@ -507,7 +507,7 @@ class Executor:
         return []
 
     def _call(self, call: Call, frames: Iterator[Any], resolve: Resolve) -> Sequence[Outcome]:
-        tape, store, device = self._definition(call.program, CompiledProgram), self.store, self._device
+        tape, store = self._definition(call.program, CompiledProgram), self.store
         program, run = tape.program, self._run
         if len(call.inputs) != len(program.inputs) or len(call.outputs) != len(program.outputs):
             raise WireError(f"program {call.program} has other inputs or outputs than its call")
@@ -518,8 +518,7 @@ class Executor:
         inputs = store.many(numbers)
         if self._updates.versions:
             self._updates.versions.note(numbers, inputs, step)
-        start_ns = device.begin(tape.cost_s, self.progress)
-        self._trace.ready(start_ns)
+        self._trace.ready()
         need = tape.footprint(call.takes)
         try:
             store.reserve(need.peak_bytes)
@@ -533,11 +532,19 @@ class Executor:
         if outputs is None:
             outputs = self._interpret(tape, inputs, run.seed, step, call.micro_batch)
         if call.backward and self._numerics.present.check_nan:
-            _require_numbers(outputs)
+            self._require_numbers(outputs)
         for reference, tensor in zip(call.outputs, outputs, strict=True):
             store.put(resolve(reference), tensor)
-        device.pace(start_ns, tape.cost_s, self.progress)
         return []
+
+    def _require_numbers(self, gradients: Sequence[Tensor]) -> None:
+        """Refuse elements that are not numbers, as PyTorch's anomaly detection does."""
+        for position, tensor in enumerate(gradients):
+            if (tensor.is_floating_point() or tensor.is_complex()) and bool(tensor.isnan().any()):
+                nan = RuntimeError(
+                    f"a backward pass returned nan values in its {position}th output (anomaly detection)"
+                )
+                raise OperatorFailed("backward", describe([tensor])) from nan
 
     def _replay(
         self, tape: CompiledProgram, inputs: list[Tensor], seed: int, step: int, micro_batch: int
@@ -656,8 +663,6 @@ class Executor:
         return []
 
     def _vote(self, vote: Vote, frames: Iterator[Any], resolve: Resolve) -> Sequence[Outcome]:
-        if vote.group:
-            self.progress.settle()
         self._votes.vote(vote, resolve)
         return []
 
@@ -669,10 +674,7 @@ class Executor:
 
     def _run_eager(self, what: EagerWork, frames: Iterator[Any], resolve: Resolve) -> Sequence[Outcome]:
         self._before_update()
-        start_ns = time.monotonic_ns()
-        results = self._eager.run(what)
-        self._device.pace(start_ns, 0.0, self.progress)
-        return results
+        return self._eager.run(what)
 
     def _form(self, form: FormGroup, frames: Iterator[Any], resolve: Resolve) -> Sequence[Outcome]:
         return [self._groups.form(form)]
@@ -683,10 +685,7 @@ class Executor:
         return []
 
     def _retime(self, retime: Retime, frames: Iterator[Any], resolve: Resolve) -> Sequence[Outcome]:
-        if retime.speed:
-            self._device.retime(retime.speed)
-        self._groups.retime(retime.links)
-        return []
+        raise WireError(f"{self._device.name} cannot be of another speed; only a sim device can")
 
     def _set_numerics(self, what: SetNumerics, frames: Iterator[Any], resolve: Resolve) -> Sequence[Outcome]:
         self._numerics.use(what)
@@ -736,14 +735,6 @@ class Executor:
 
 def _same(reference: int) -> int:
     return reference
-
-
-def _require_numbers(gradients: Sequence[Tensor]) -> None:
-    """Refuse elements that are not numbers, as PyTorch's anomaly detection does."""
-    for position, tensor in enumerate(gradients):
-        if (tensor.is_floating_point() or tensor.is_complex()) and not tensor.is_meta and bool(tensor.isnan().any()):
-            nan = RuntimeError(f"a backward pass returned nan values in its {position}th output (anomaly detection)")
-            raise OperatorFailed("backward", describe([tensor])) from nan
 
 
 def _writes(instruction: Instruction) -> Sequence[int]:

@@ -19,7 +19,7 @@ from onebox.worker.memory.offload import Offloader
 from onebox.worker.optimizer.delay_compensation import AHEAD
 from onebox.worker.optimizer.native import NativeOptimizer
 from onebox.worker.optimizer.versions import ParameterVersions
-from onebox.worker.progress import Trace, WorkerProgress
+from onebox.worker.progress import Trace
 
 _KEPT = 4
 """Number of steps whose options are kept; a schedule has two in flight."""
@@ -38,7 +38,6 @@ class OptimizerSteps:
         definition: Returns an optimizer by its number.
         before_update: Completes or copies pending reads of buffers that are about to be overwritten.
         takes_effect: Returns whether a step of an optimizer is to be applied, given the numbers of both.
-        progress: Notified of waits.
     """
 
     def __init__(
@@ -49,7 +48,6 @@ class OptimizerSteps:
         definition: Callable[[int, type[NativeOptimizer]], NativeOptimizer],
         before_update: Callable[[], None],
         takes_effect: Callable[[int, int], bool],
-        progress: WorkerProgress,
     ) -> None:
         self.versions = ParameterVersions()
         self._device = device
@@ -58,7 +56,6 @@ class OptimizerSteps:
         self._definition = definition
         self._before_update = before_update
         self._takes_effect = takes_effect
-        self._progress = progress
         self._changes: dict[int, Changes] = {}
         self._applied: dict[int, tuple[Options, ...]] = {}
 
@@ -100,9 +97,7 @@ class OptimizerSteps:
         previous = [resolve(reference) for reference in step.previous]
         ahead = [resolve(reference) for reference in step.ahead]
         self._check(step, optimizer, chosen, previous, ahead)
-        cost_s = optimizer.cost_of(chosen)
-        start_ns = self._device.begin(cost_s, self._progress)
-        trace.ready(start_ns)
+        trace.ready()
         self._use_options(step, optimizer, run)
         self._before_update()
         before_bytes = optimizer.charged_bytes
@@ -121,7 +116,6 @@ class OptimizerSteps:
         self.versions.renewed(step.optimizer, chosen, [(n, self._store.get(n)) for n in numbers] if delays else ())
         if ahead:
             self.versions.renewed(step.optimizer, chosen, [(n, self._store.get(n)) for n in ahead])
-        self._device.pace(start_ns, cost_s, self._progress)
         return [*([] if found is None else [self._device.scalars([found])]), *([] if delays is None else [delays])]
 
     def _keep(self, step: OptimizerStep, resolve: Resolve) -> None:

@@ -194,11 +194,9 @@ class StepVotes:
     def _numbers(self, buffers: Sequence[int]) -> bool:
         """Return whether all elements of buffers are numbers: others come of a step that has failed elsewhere."""
         found = [self._store.get(number) for number in buffers]
-        return not any(bool(each.isnan().any()) for each in found if each.is_floating_point() and not each.is_meta)
+        return not any(bool(each.isnan().any()) for each in found if each.is_floating_point())
 
-    def _result(self, held: Finish | bool, *, mine: bool) -> bool:
-        if isinstance(held, bool):
-            return held
+    def _result(self, held: Finish, *, mine: bool) -> bool:
+        """Wait for a vote and return its result, given that of this rank."""
         summed, _ = held()
-        # a device without values knows its own vote alone
-        return mine if summed.device.type == "meta" else not bool(summed.any())
+        return mine and not bool(summed.any())

@@ -1,14 +1,13 @@
 """Asynchronous copies between a device and the host's memory, parallel to the device's work.
 
-A CPU uses a separate thread, which copies outside of Python's lock; a GPU uses two streams, one for each direction; a
-device without values only waits as long as a GPU would take. Copies are made in the order of their requests, so that a
+A CPU uses a separate thread, which copies outside of Python's lock; a GPU uses two streams, one for each direction.
+Copies are made in the order of their requests, so that a
 later copy may overwrite the source of an earlier one.
 """
 
 from __future__ import annotations
 
 import ctypes
-import math
 import os
 import queue
 import threading
@@ -20,10 +19,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from onebox.cost import ACCELERATOR_BPS
 from onebox.worker.accelerator import Accelerator, Event
 from onebox.worker.faults import FaultInjector
-from onebox.worker.progress import Moment, WorkerProgress, wait_until
+from onebox.worker.progress import Moment
 
 WAIT_S = 300.0
 """Longest duration of a copy; after that it has failed."""
@@ -74,63 +72,14 @@ class AsyncCopier(Protocol):
         """Stop copying; copies in progress may stay incomplete."""
 
 
-def copier_for(accelerator: Accelerator, faults: FaultInjector, progress: WorkerProgress) -> AsyncCopier:
+def copier_for(accelerator: Accelerator, faults: FaultInjector) -> AsyncCopier:
     """Return the copier for a device.
 
     Args:
         accelerator: The device.
         faults: Faults to inject, for tests.
-        progress: Notified when the worker sleeps for an emulated copy.
     """
-    if accelerator.asynchronous:
-        return StreamCopier(accelerator)
-    return EmulatedCopier(progress) if accelerator.device.type == "meta" else ThreadCopier(faults)
-
-
-class EmulatedCopier:
-    """Emulated copies for tensors without elements, at :data:`ACCELERATOR_BPS`, sequentially in each direction.
-
-    Args:
-        progress: Notified when the worker sleeps.
-    """
-
-    def __init__(self, progress: WorkerProgress) -> None:
-        self._progress = progress
-        self._free_ns = {False: 0, True: 0}
-
-    def block(self, size_bytes: int) -> Tensor:
-        """Return bytes without elements."""
-        return torch.empty(size_bytes, dtype=torch.uint8, device="meta")
-
-    def move(self, source: Tensor, target: Tensor, *, back: bool = False) -> PendingCopy:
-        """Return a copy that completes at its emulated time."""
-        begin_ns = max(self._free_ns[back], time.monotonic_ns())
-        self._free_ns[back] = begin_ns + math.ceil(source.numel() / ACCELERATOR_BPS * 1e9)
-        return _Due(self._free_ns[back], self._progress)
-
-    def settle(self) -> None:
-        """Do nothing: copies read nothing."""
-
-    def close(self) -> None:
-        """Do nothing: nothing is open."""
-
-
-class _Due:
-    """A copy that completes at a given time."""
-
-    def __init__(self, at_ns: int, progress: WorkerProgress) -> None:
-        self._at_ns = at_ns
-        self._progress = progress
-
-    def wait(self) -> int:
-        wait_until(self._at_ns, self._progress)
-        return self._at_ns
-
-    def finish(self) -> None:
-        self.wait()
-
-    def order(self) -> None:
-        pass
+    return StreamCopier(accelerator) if accelerator.asynchronous else ThreadCopier(faults)
 
 
 class _Job:

@@ -16,11 +16,10 @@ from torch import Tensor
 from onebox.errors import WireError
 from onebox.wire.protocol.instructions import Evict, Offload, Prefetch
 from onebox.worker.accelerator import Accelerator
-from onebox.worker.faults import FaultInjector
-from onebox.worker.memory.async_copy import AsyncCopier, PendingCopy, copier_for
+from onebox.worker.memory.async_copy import AsyncCopier, PendingCopy
 from onebox.worker.memory.buffers import BufferStore
 from onebox.worker.memory.host import HostMemory
-from onebox.worker.progress import Moment, Trace, WorkerProgress
+from onebox.worker.progress import Moment, Trace
 
 _SPARE = 2
 """Limit of spare blocks as a multiple of the peak use: sizes recur in each step, and new memory costs as much as a copy
@@ -173,21 +172,13 @@ class Offloader:
         accelerator: Device of the buffers.
         store: The buffers.
         host: The count of host memory.
-        faults: Faults to inject, for tests.
-        progress: Notified when the worker sleeps for an emulated copy.
+        copier: Copies between the device and the host.
     """
 
-    def __init__(
-        self,
-        accelerator: Accelerator,
-        store: BufferStore,
-        host: HostMemory,
-        faults: FaultInjector,
-        progress: WorkerProgress,
-    ) -> None:
+    def __init__(self, accelerator: Accelerator, store: BufferStore, host: HostMemory, copier: AsyncCopier) -> None:
         self._accelerator = accelerator
         self._store = store
-        self._copier = copier_for(accelerator, faults, progress)
+        self._copier = copier
         self._blocks = HostBlockPool(self._copier, host)
 
     def run(self, what: Offload | Evict | Prefetch, numbers: Sequence[int], trace: Trace) -> None:

@@ -86,7 +86,6 @@ class NativeOptimizer:
         self._names = for_each_group(spec.name, len(spec.groups))
         _check(spec, self._names)
         self.numbers = spec.parameters
-        self.cost_s = spec.cost_s
         self._host = (host or HostMemory(0)) if spec.host else None
         self._masters = self._copies(parameters) if spec.host and parameters else None
         # Separate tensor objects over the same memory: they key its state, even if the parameters are relocated.
@@ -97,7 +96,6 @@ class NativeOptimizer:
         """Options of each group, and its parameters."""
         for name, group in zip(self._names, self.groups, strict=True):
             self._choose_kernel(name, group)
-        self._parameter_bytes = max(1, sum(parameter.nbytes for parameter in parameters))
         self.delays = tuple(map(self._checked, self._names, self.groups, for_each_group(spec.delay, len(spec.groups))))
         """Treatment of late gradients of each group."""
         self._group_of = {index: place for place, (members, _) in enumerate(spec.groups) for index in members}
@@ -259,12 +257,6 @@ class NativeOptimizer:
         """Return whether a tensor is a parameter's memory."""
         own = (self._masters.parameters if self._masters is not None else self.parameters)[index]
         return own.untyped_storage()._cdata == tensor.untyped_storage()._cdata
-
-    def cost_of(self, chosen: Sequence[int]) -> float:
-        """Return the seconds of updating some parameters on a ``sim`` device of speed 1."""
-        if len(chosen) == len(self.parameters) or not self.cost_s:
-            return self.cost_s
-        return self.cost_s * sum(self.parameters[index].nbytes for index in chosen) / self._parameter_bytes
 
     def move(self, index: int, place: Tensor) -> None:
         """Relocate a parameter from its next step on.

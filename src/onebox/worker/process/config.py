@@ -36,6 +36,7 @@ class WorkerConfig(Struct, frozen=True, forbid_unknown_fields=True):
         sharing_key: A secret of the workers that share memory with it: those of its owner for one client.
         advertise: The address of this host at which workers of others connect to this one; empty for ``address``, or
             for what the client says where that is a folder: it is on this machine then, and has started this worker.
+        most_processes: Most processes and threads of its user, which its lease has for itself; 0 for no limit.
     """
 
     device: str
@@ -54,6 +55,7 @@ class WorkerConfig(Struct, frozen=True, forbid_unknown_fields=True):
     sharing: int = 1
     advertise: str = ""
     sharing_key: str = ""
+    most_processes: int = 0
 
     @property
     def group_address(self) -> str:
@@ -76,19 +78,5 @@ class Ports(Struct, frozen=True, forbid_unknown_fields=True):
     heartbeats: str
 
 
-WITH_USERS = "users"
-"""Argument of a zygote each of whose forks takes a user of its own."""
-
-
-class ForkSettings(Struct, frozen=True, forbid_unknown_fields=True, tag="settings"):
-    """First message to a new fork server: the user that it takes.
-
-    Args:
-        user: User id; ``None`` for that of the zygote.
-        group: Group id.
-        groups: Ids of further groups.
-    """
-
-    user: int | None = None
-    group: int = 0
-    groups: tuple[int, ...] = ()
+WITH_USERS, STAYS = "users", "stays"
+"""Arguments of a zygote: each of its workers takes a user of its own; it stays while it has none."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
-import functools
 import gc
+import importlib
 import math
 import os
+import select
 import signal
 import sys
 import time
@@ -46,11 +47,11 @@ from onebox.worker.accelerator import KERNELS_AT_ONCE, DeviceFailed, needs_drive
 from onebox.worker.comm.api import RankLost
 from onebox.worker.comm.tcp.mesh import GroupNetwork
 from onebox.worker.device import ComputeDevice
-from onebox.worker.emulated import EmulatedDevice
 from onebox.worker.execution.errors import describe_failure, require_device
 from onebox.worker.execution.executor import Executor
 from onebox.worker.execution.numerics import CUBLAS_BUFFERS
 from onebox.worker.execution.pending_reply import Outcome, PendingReply
+from onebox.worker.execution.throttled import ThrottledExecutor
 from onebox.worker.faults import FaultInjector
 from onebox.worker.memory.buffers import Poisoned
 from onebox.worker.memory.host import HOST_SHARE
@@ -80,17 +81,15 @@ DYNAMIC_PORTS = range(49152, 65536)
 _GROUP_PORTS = 16
 """Number of them that a worker tries for a group that forms."""
 
-_BEFORE_S = 2e-3
-"""Time before the end of an emulated device's work until which its host waits for a message."""
-
-REPLIES_AHEAD = 64
-"""Most replies that wait for the end of an emulated device's work, as their results take memory meanwhile."""
-
 _POLL_S = 1e-4
 """Interval at which an asynchronous device is asked whether replies are complete, while no message comes."""
 
 _MOST_MS = (1 << 31) - 1
-"""Longest timeout of a ZeroMQ socket: an emulated device's work may take longer."""
+"""Longest timeout of a ZeroMQ socket."""
+
+PROGRAMS = {"sim": "onebox.emulator.server"}
+"""Programs of devices that do not compute: modules with a ``server_class``. They are made of this package's parts, and
+therefore named here rather than imported."""
 
 _PR_SET_NAME = 15
 
@@ -109,12 +108,9 @@ class WorkerServer:
     def __init__(self, config: WorkerConfig, owner_descriptors: Sequence[int]) -> None:
         self._cores = len(os.sched_getaffinity(0))  # before any thread is restricted to some of them
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
-        sim = config.device == "sim"
-        self._device = (
-            EmulatedDevice(config.speed) if sim else ComputeDevice(config.device, config.threads, config.speed)
-        )
+        self._device = self._device_of(config)
         keys = KeyPair(config.public, config.secret)
-        self.machine = Executor(
+        self.machine = self._executor_of(config)(
             self._device,
             self,
             self._report,
@@ -150,10 +146,15 @@ class WorkerServer:
         self._awaited: dict[int, None] = {}  # tickets without a reply, in order
         self._answers: dict[int, tuple[Rendezvous | Reduced | TicketCancelled, Sequence[Any], int]] = {}
         self._replies: deque[PendingReply] = deque()
-        self._replies_ahead = 0  # those that wait for an emulated device
         self._tickets = 0
         self._number = 0
         self._failed = False
+
+    def _device_of(self, config: WorkerConfig) -> ComputeDevice:
+        return ComputeDevice(config.device, config.threads, config.speed)
+
+    def _executor_of(self, config: WorkerConfig) -> type[Executor]:
+        return ThrottledExecutor if config.speed < 1 else Executor
 
     # ---- the interface of groups (ClientChannel)
 
@@ -248,11 +249,6 @@ class WorkerServer:
     def _next(self) -> tuple[Envelope, Sequence[Any]]:
         progress = self.machine.progress
         while not self._deferred:
-            if until_s := progress.busy_until_s:  # the host runs ahead of an emulated device
-                with progress.wait_ahead():
-                    came = self._receive(until_s - _BEFORE_S)
-                if came:
-                    continue
             end_s = math.inf if self.machine.settle() else time.monotonic() + SETTLE_S
             with progress.wait():
                 self._receive(end_s)
@@ -272,9 +268,7 @@ class WorkerServer:
             self._send_complete()
             until_s = min(end_s, link.due_s)
             if self._replies:
-                if not self._socket.poll(0):
-                    time.sleep(_POLL_S)
-                until_s = now_s
+                until_s = min(until_s, self._await_reply(now_s))
             wait_ms = max(0.0, until_s - now_s) * 1000
             patience_ms = -1 if wait_ms == math.inf else min(_MOST_MS, math.ceil(wait_ms))
             self._socket.setsockopt(zmq.RCVTIMEO, patience_ms)  # cheaper than a poll followed by a receive
@@ -289,11 +283,16 @@ class WorkerServer:
                 self._report_unreadable(error)
             return True
 
+    def _await_reply(self, now_s: float) -> float:
+        """Wait a moment for the first reply to be complete, or a message; return until when to wait for one then."""
+        if not self._socket.poll(0):
+            time.sleep(_POLL_S)
+        return now_s
+
     def _report_unreadable(self, error: WireError) -> None:
         """Report a message that could not be decoded, whose number is unknown."""
         if self._link.full:
             raise SystemExit(f"the client sends what it should not, and takes no answers: {error}")
-        self.machine.progress.settle()
         self._link.send([encode(Reply(0, (), WorkerFailure("protocol", "receive", str(error))))])
 
     def _dispatch(self, envelope: Envelope, frames: Sequence[Any], size_bytes: int) -> None:
@@ -334,16 +333,9 @@ class WorkerServer:
             if any(True for _ in left):
                 self._report(WorkerFailure("protocol", "message", "it has more frames than its instructions need"))
         if envelope.answer and not self._failed:
-            self._replies_ahead += 1
-            machine.progress.after_work(functools.partial(self._reply, machine.reply(envelope.number, results)))
-            if self._replies_ahead >= REPLIES_AHEAD:
-                machine.progress.settle()
+            self._replies.append(machine.reply(envelope.number, results))
+            self._send_complete()
         return True
-
-    def _reply(self, reply: PendingReply) -> None:
-        self._replies_ahead -= 1
-        self._replies.append(reply)
-        self._send_complete()
 
     def _send_complete(self) -> None:
         """Send the replies that are complete, in their order.
@@ -389,10 +381,9 @@ class WorkerServer:
                 self._send_complete()
 
     def _report(self, failure: WorkerFailure) -> None:
-        """Report a failure to the client, once for each message; after the replies that wait for an emulated device."""
+        """Report a failure to the client, once for each message."""
         if not self._failed:
             self._failed = True
-            self.machine.progress.settle()
             self.send_to_client(Reply(self._number, (), failure))
 
 
@@ -424,15 +415,22 @@ def main(owner: int = 0, watched: Sequence[int] = ()) -> None:
         *(watched or (os.pidfd_open(owner),)),
     )  # a fork of the owner keeps the first open
     os.environ.setdefault(*CUBLAS_BUFFERS)
-    config = msgspec.json.decode(_first_line(owner_descriptors[0]), type=WorkerConfig)
+    config = msgspec.json.decode(_first_line(owner_descriptors), type=WorkerConfig)
+    server_class = _server_class(config.device)
     load_kernels_at_once(config)
     if config.owner not in (0, owner):
         raise SystemExit(f"process {config.owner}, which started this worker, has ended")
     # Before there are other threads, which it would not affect.
     memory_bytes = 0 if config.device == "sim" else config.quota_bytes
-    done = confine(config.device, config.address, memory_bytes=memory_bytes, threads=config.threads)
+    done = confine(
+        config.device,
+        config.address,
+        memory_bytes=memory_bytes,
+        threads=config.threads,
+        most_processes=config.most_processes,
+    )
     ignore_warnings()
-    server = WorkerServer(config, owner_descriptors)
+    server = server_class(config, owner_descriptors)
     for failure in failures(done | confine_sockets(config.device)):
         print(f"onebox worker: not confined as it could be: {failure}", file=sys.stderr)
     if config.cores:
@@ -451,6 +449,19 @@ def main(owner: int = 0, watched: Sequence[int] = ()) -> None:
         traceback.print_exc()
     sys.stderr.flush()
     os._exit(status)  # libraries' threads must not delay the end
+
+
+def _server_class(device: str) -> type[WorkerServer]:
+    if device not in PROGRAMS:
+        return WorkerServer
+    made: type[WorkerServer] = importlib.import_module(PROGRAMS[device]).server_class
+    return made
+
+
+def load_programs() -> None:
+    """Import the programs of all devices, once for all forks of this process."""
+    for program in PROGRAMS.values():
+        importlib.import_module(program)
 
 
 def ignore_warnings() -> None:
@@ -494,10 +505,15 @@ def name_process(name: str) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_NAME, ctypes.c_char_p(name.encode()), 0, 0, 0)
 
 
-def _first_line(descriptor: int) -> bytes:
+def _first_line(owner_descriptors: Sequence[int]) -> bytes:
+    """Read the line of the configuration; end if the owner does first, even if a fork of it holds the pipe open."""
+    poll = select.poll()
+    for each in owner_descriptors:
+        poll.register(each, select.POLLIN)
     line = b""
     while not line.endswith(b"\n"):
-        part = os.read(descriptor, 1)
+        ready = {descriptor for descriptor, _ in poll.poll()}
+        part = os.read(owner_descriptors[0], 1) if owner_descriptors[0] in ready else b""
         if not part:
             raise SystemExit("onebox worker: no configuration on standard input; start workers with onebox.open()")
         line += part

@@ -89,7 +89,6 @@ class CompiledProgram:
             raise WireError(f"{len(layouts)} layouts for a program of {len(program.outputs)} outputs")
         self.program = program
         self._layouts = [None if layout is None else OutputLayout(layout) for layout in layouts]
-        self.cost_s = 0.0
         self._device = device
         self._shapes = [torch.Size(spec.shape) for spec in program.inputs]
         self._dtypes = [DTYPES[spec.dtype] for spec in program.inputs]

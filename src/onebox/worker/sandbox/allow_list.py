@@ -8,6 +8,7 @@ PyTorch by rules, and a test compares, so that a new PyTorch cannot extend the l
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from importlib import resources
 
 from torch._ops import OpOverload
@@ -22,11 +23,33 @@ EAGER = "operators_eager.txt"
 """The list of operators of kernels; it includes all operators of programs."""
 
 
+KINDS = "operator_kinds.txt"
+"""The kinds of operators of both lists that need no rules of arguments; all others have some
+(:mod:`.argument_rules`)."""
+
+
+def _lines(file: str) -> list[str]:
+    text = resources.files("onebox.worker.sandbox").joinpath(file).read_text()
+    return [line for line in text.splitlines() if line and not line.startswith("#")]
+
+
 @functools.cache
 def pinned_names(file: str = PROGRAMS) -> frozenset[str]:
     """Return a pinned allow-list."""
-    text = resources.files("onebox.worker.sandbox").joinpath(file).read_text()
-    return frozenset(line for line in text.splitlines() if line and not line.startswith("#"))
+    return frozenset(_lines(file))
+
+
+@functools.cache
+def kinds() -> Mapping[str, str]:
+    """Return the kind of each operator of which no argument leads a kernel out of memory, by its name."""
+    found: dict[str, str] = {}
+    kind = ""
+    for line in _lines(KINDS):
+        if line.startswith(" "):
+            found |= dict.fromkeys(line.split(), kind)
+        else:
+            kind = line
+    return found
 
 
 def allowed(name: str, file: str = PROGRAMS) -> OpOverload:

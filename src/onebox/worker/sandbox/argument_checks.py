@@ -1,8 +1,9 @@
 """Argument checks: no operator reads or writes outside of its tensors, or returns memory that nothing has written.
 
 The kernels of ATen trust some of their arguments: sizes that the functions above them compute, indices that forward
-has returned. A client names operators one by one, with any arguments. So an operator of :data:`RULES` is checked before
-it runs, in programs as well as in eager calls; one that is not there runs as it is, at no cost.
+has returned. A client names operators one by one, with any arguments. So an operator with rules is checked before it
+runs, in programs as well as in eager calls; one of a kind that needs none runs as it is, at no cost; any other one is
+refused (:mod:`.argument_rules`).
 
 Shapes are checked in the first call, and again when the shapes, types or strides of tensors, or other arguments, differ
 from the call before. Elements of index tensors are checked in every call. Elements that decide where a kernel reads or
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -25,8 +27,9 @@ from onebox.errors import WireError
 from onebox.wire.program import DType, LayoutArgument, MemoryFormat
 from onebox.wire.tensors import is_dense
 from onebox.worker.memory.shared import LENT_STORAGES
-from onebox.worker.sandbox.argument_rules import RULES, Arguments, Rules
+from onebox.worker.sandbox.argument_rules import base_name, kind_of, rules_of
 from onebox.worker.sandbox.overlaps import require_apart, require_shape
+from onebox.worker.sandbox.rule_language import Arguments, Row
 
 Run = Callable[..., Any]
 
@@ -108,24 +111,17 @@ def check_constants(operator: OpOverload, args: Sequence[Any], kwargs: Mapping[s
             raise WireError(f"{operator}: {argument.name} is {value!r}; allowed: {kinds[0].__name__}, or none")
 
 
-def base_name(operator: OpOverload) -> str:
-    """Return the name of an operator without namespace and overload."""
-    return str(operator._schema.name).rpartition("::")[2]
-
-
-def rules_of(operator: OpOverload) -> Rules | None:
-    """Return the rules of an operator's arguments, ``None`` if there are none."""
-    base = base_name(operator)
-    return RULES.get(base) or RULES.get(f"{base}.{operator._overloadname}")
-
-
 def guarded(operator: OpOverload, run: Run) -> Run:
     """Return a function that calls an operator with its arguments checked and its results initialized.
 
     Args:
         operator: The operator.
         run: An implementation with the same arguments; it is returned itself if there is nothing to check.
+
+    Raises:
+        WireError: The operator has no rules, and is of no kind that needs none.
     """
+    rules = rules_of(operator)
     base = base_name(operator)
     if base in _EMPTY:
         run = _Zeroed(run)
@@ -139,12 +135,11 @@ def guarded(operator: OpOverload, run: Run) -> Run:
         run = _Finished(operator, run, _UNFINISHED[base])
     elif torch.Tag.dynamic_output_shape in operator.tags:
         run = _Finished(operator, run, _finish_rest)
-    rules = rules_of(operator)
     if rules is not None:
         run = _Guard(operator, run, rules)
-    by_elements = _counts(operator) or (rules is not None and rules.elements is not None)
+    by_elements = _counts(operator) or (rules is not None and bool(rules.elements))
     if by_elements or any(argument.name in _READ_AGAIN for argument in operator._schema.arguments):
-        return _Owned(operator, run, floats=by_elements)
+        return _Owned(operator, run, floats=by_elements, in_place=rules is not None and not rules.apart)
     return run
 
 
@@ -152,7 +147,8 @@ def guarded(operator: OpOverload, run: Run) -> Run:
 def _counts(operator: OpOverload) -> bool:
     """Return whether the shapes of an operator's results depend on elements; overloads with ``out=`` lack the tag."""
     packet = operator._overloadpacket
-    return any(torch.Tag.dynamic_output_shape in getattr(packet, name).tags for name in packet.overloads())
+    tagged = any(torch.Tag.dynamic_output_shape in getattr(packet, name).tags for name in packet.overloads())
+    return tagged or kind_of(operator) == "counted"
 
 
 # ---- checks
@@ -166,18 +162,30 @@ class _Owned:
         operator: The operator.
         run: An implementation.
         floats: Whether numbers other than integers are such elements, too.
+        in_place: Whether they may be of a tensor that it writes to, of which a copy would be another tensor: one that
+            another process could change is refused.
     """
 
-    def __init__(self, operator: OpOverload, run: Run, *, floats: bool) -> None:
+    def __init__(self, operator: OpOverload, run: Run, *, floats: bool, in_place: bool) -> None:
         arguments = operator._schema.arguments
         written = {one.name for one in arguments if one.alias_info is not None and one.alias_info.is_write}
+        self._operator = operator
         self._run = run
         self._floats = floats
+        self._changed = {place: one.name for place, one in enumerate(arguments) if one.name in written}
+        if not in_place or any(one.is_out for one in arguments):
+            self._changed = {}
         self._read = [one.name not in written for one in arguments]
         self._names = {one.name for one in arguments} - written
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if LENT_STORAGES:
+            for place, name in self._changed.items():
+                if _lent(args[place] if place < len(args) else kwargs.get(name)):
+                    raise WireError(
+                        f"{self._operator}: {name} is in memory that other workers can write; allowed: memory of this "
+                        "worker, such as that of a clone"
+                    )
             read = zip(args, self._read, strict=False)
             args = tuple(_own(value, self._floats) if is_read else value for value, is_read in read)
             kwargs = {name: _own(one, self._floats) if name in self._names else one for name, one in kwargs.items()}
@@ -190,7 +198,12 @@ def _own(value: Any, floats: bool) -> Any:
         return [_own(item, floats) for item in value]
     if not isinstance(value, Tensor) or (value.is_floating_point() and not floats):
         return value
-    return value.clone() if value.untyped_storage()._cdata in LENT_STORAGES else value
+    return value.clone() if _lent(value) else value
+
+
+def _lent(value: Any) -> bool:
+    """Return whether an argument is a tensor in the memory of another worker."""
+    return isinstance(value, Tensor) and value.untyped_storage()._cdata in LENT_STORAGES
 
 
 class _Guard:
@@ -200,13 +213,16 @@ class _Guard:
     have another one; so the kernel gets a contiguous copy.
     """
 
-    def __init__(self, operator: OpOverload, run: Run, rules: Rules) -> None:
+    def __init__(self, operator: OpOverload, run: Run, rules: Row) -> None:
         arguments = operator._schema.arguments
         self._operator = operator
         self._run = run
         self._rules = rules
         self._names = [argument.name for argument in arguments]
-        self._defaults: dict[str, Any] = {"operator": base_name(operator), "own": inspect.isfunction(run)}
+        name = base_name(operator)
+        self._defaults: dict[str, Any] = {"operator": name, "own": inspect.isfunction(run)}
+        if (dimensions := re.search(r"(\d)d", name)) is not None:
+            self._defaults["d"] = int(dimensions[1])
         self._defaults |= {one.name: one.default_value for one in arguments if one.has_default_value()}
         self._written = [
             one.name for one in arguments if rules.apart and one.alias_info is not None and one.alias_info.is_write
@@ -227,24 +243,26 @@ class _Guard:
         Raises:
             WireError: It does not.
         """
-        shapes, elements, _ = self._rules
+        elements = self._rules.elements
         form = _form((*args, *kwargs.values()))
-        if form == self._seen and elements is None:
+        if form == self._seen and not elements:
             return
-        found: Arguments = {**self._defaults, **dict(zip(self._names, args, strict=False)), **kwargs}
+        found = dict(self._defaults)
+        found.update(zip(self._names, args, strict=False))
+        found.update(kwargs)
         try:
             if form != self._seen:
-                if shapes is not None:
-                    shapes(found)
+                for rule in self._rules.shapes:
+                    rule(found)
                 self._overlaps = self._computes and any(map(_overlapping, _tensors([*args, *kwargs.values()])))
                 self._seen = form
-            if elements is not None:
-                if self._written:
-                    self._require_apart(found)
-                elements(found)
+            if elements and self._written:
+                self._require_apart(found)
+            for rule in elements:
+                rule(found)
         except WireError as error:
             raise WireError(f"{self._operator}: {error}") from None
-        except (KeyError, IndexError, TypeError, AttributeError) as error:
+        except (KeyError, IndexError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
             raise WireError(f"{self._operator}: an argument is missing or of another kind: {error}") from error
 
     def _require_apart(self, found: Arguments) -> None:

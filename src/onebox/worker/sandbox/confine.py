@@ -66,7 +66,9 @@ _prepared: list[landlock.Ruleset] = []
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def confine(device: str, address: str, *, memory_bytes: int = 0, threads: int = 1) -> dict[str, str]:
+def confine(
+    device: str, address: str, *, memory_bytes: int = 0, threads: int = 1, most_processes: int = 0
+) -> dict[str, str]:
     """Give up unneeded rights, for this thread and everything started from it.
 
     Args:
@@ -75,6 +77,7 @@ def confine(device: str, address: str, *, memory_bytes: int = 0, threads: int = 
         memory_bytes: Most bytes of its buffers, 0 for no limit; the total memory of a CPU worker is limited to
             :func:`memory_limit_bytes` of them.
         threads: Threads of its operators.
+        most_processes: Most processes and threads of its user, 0 for no limit. Root's have none.
 
     Returns:
         The state of each part: ``on``, or the reason that it is not.
@@ -85,6 +88,7 @@ def confine(device: str, address: str, *, memory_bytes: int = 0, threads: int = 
     most_bytes = memory_limit_bytes(memory_bytes, threads) if memory_bytes and not gpu else 0
     return {
         "memory": _attempt(lambda: _limit_memory(most_bytes)),
+        "threads": _attempt(lambda: _limit_processes(most_processes)),
         "core files": _attempt(lambda: resource.setrlimit(resource.RLIMIT_CORE, (0, 0))),
         "new privileges": _attempt(_no_new_privileges),
         "capabilities": _attempt(_drop_capabilities),
@@ -140,6 +144,7 @@ def confinement() -> dict[str, str]:
     return {
         "memory": f"on: of a CPU's worker {2 + HOST_SHARE} times that of its buffers, and some; of a GPU's that of its "
         "buffers only",
+        "threads": "on: of all workers of a lease together, where the lease has a user or a cgroup of its own",
         "core files": "on: none are written",
         "new privileges": _new_privileges(),
         "capabilities": "on: none",
@@ -157,7 +162,7 @@ def confinement() -> dict[str, str]:
     }
 
 
-_NO_FILTER = "off: the kernel has no filters of system calls, or the processor is not an x86-64"
+_NO_FILTER = "off: the kernel has no filters of system calls, or the processor is neither an x86-64 nor an aarch64"
 
 
 def _since(abi: int, least: int, what: str, linux: str) -> str:
@@ -196,10 +201,20 @@ def _limit_memory(most_bytes: int) -> None:
     if not most_bytes:
         return
     taken = next(line.split()[1] for line in Path("/proc/self/status").read_text().splitlines() if "VmData" in line)
-    limit = int(taken) * 1024 + most_bytes
-    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    _lower(resource.RLIMIT_DATA, int(taken) * 1024 + most_bytes)
+
+
+def _limit_processes(most: int) -> None:
+    """Limit the processes and threads of this user; 0 for no limit."""
+    if most:
+        _lower(resource.RLIMIT_NPROC, most)
+
+
+def _lower(kind: int, limit: int) -> None:
+    """Set a limit of this process, unless it is as low already."""
+    _, hard = resource.getrlimit(kind)
     if hard == resource.RLIM_INFINITY or limit < hard:
-        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+        resource.setrlimit(kind, (limit, limit))
 
 
 def _no_new_privileges() -> None:
@@ -294,12 +309,16 @@ def prepare() -> None:
 
 
 def _allow_driver(rules: landlock.Ruleset) -> None:
-    """Allow access for CUDA and NCCL: driver devices, shared memory, and MPS if it is used."""
+    """Allow access for CUDA and NCCL: driver devices, shared memory, MPS if it is used, and the process's own files in
+    ``/proc``, by which drivers from 570 on name their threads; they do not start if they cannot.
+    """
     use = landlock.READ | landlock.WRITE_FILE | landlock.DEVICE_COMMANDS
     for path in (*Path("/dev").glob("nvidia*"), *map(Path, _GPU_DEVICES)):
         rules.allow(path, use)
     rules.allow("/dev/shm", landlock.READ | _WRITE)  # NCCL's memory between processes
     rules.allow("/run/nvidia-persistenced", use)
+    os.open("/proc/self", os.O_PATH | os.O_CLOEXEC)  # stays open: the rule is for this entry of the kernel's cache
+    rules.allow("/proc/self", landlock.READ | landlock.WRITE_FILE)
     rules.allow(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps"), use | _WRITE)
 
 

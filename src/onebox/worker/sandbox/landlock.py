@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import functools
 import os
 import stat
 import struct
@@ -40,8 +41,10 @@ _syscall = _libc.syscall
 _syscall.restype = ctypes.c_long
 
 
+@functools.cache
 def version() -> int:
-    """Return the Landlock version of this kernel; 0 if it has none, or it is disabled."""
+    """Return the Landlock version of this kernel; 0 if it has none, or it is disabled. It is asked for once: a filter
+    of system calls may refuse it later."""
     return max(0, int(_syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), _GET_VERSION)))
 
 

@@ -16,8 +16,8 @@ _BUSY_SHARE = 0.01
 
 
 def sleep_until(end_ns: int) -> None:
-    """Sleep until a time of the monotonic clock, in a busy wait for the last microseconds that lets other threads run:
-    those of emulated devices end their sleeps together, and some of them have work to do.
+    """Sleep until a time of the monotonic clock, in a busy wait for the last microseconds that lets other threads run,
+    of which some end their sleeps at the same time.
     """
     left_ns = end_ns - time.monotonic_ns()
     awake_ns = end_ns - int(min(_LATE_NS, _BUSY_SHARE * left_ns))

@@ -129,6 +129,29 @@ def test_an_id_that_a_process_has_is_not_given(users: LeaseUsers) -> None:
     assert running_process(left.pid) is None
 
 
+def test_an_id_that_was_given_back_too_early_waits_for_its_processes(
+    users: LeaseUsers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running = [RunningProcess(77, 1, 60801)]
+    given = [users.take() for _ in IDS]
+    for each in given[:2]:
+        assert each is not None
+        users.give_back(each)
+    monkeypatch.setattr(module, "running_processes", lambda: running)
+    assert (users.take(), users.take()) == (given[0], None)
+    running.clear()
+    assert users.take() == given[1]
+
+
+def test_without_a_look_at_the_processes_no_id_is_given(users: LeaseUsers, monkeypatch: pytest.MonkeyPatch) -> None:
+    def exhausted() -> None:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(module, "running_processes", exhausted)
+    with pytest.raises(OSError, match="Too many"):
+        users.take()
+
+
 @pytest.mark.parametrize("name", ["subuid", "subgid"])
 def test_ids_of_others_are_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text("# containers\nana:100000:65536\nbob:60803:1\nodd:line\n")

@@ -202,7 +202,7 @@ def used_bytes(pool: Pool) -> list[int]:
 
 
 def test_a_profile_of_threads(open_pool: OpenPool) -> None:
-    pool = open_pool(3, links={(0, 1): SLOW, (2, 1): SLOW}, memory=SMALL_BYTES)
+    pool = open_pool(3, memory=SMALL_BYTES)
     found = pool.profile()
     assert isinstance(found, PoolProfile)
     assert [device.memory_bytes for device in found.devices] == [SMALL_BYTES] * 3
@@ -212,10 +212,17 @@ def test_a_profile_of_threads(open_pool: OpenPool) -> None:
     assert {(s, t) for s, row in found.latency_s.items() for t in row} == {
         (s, t) for s in range(3) for t in range(3)
     } - {(n, n) for n in range(3)}
+    assert found.emulated_links == ()
+    assert used_bytes(pool) == [0, 0, 0]
+
+
+def test_emulated_links_are_measured_as_what_they_are(open_pool: OpenPool) -> None:
+    pool = open_pool(3, kind="sim", links={(0, 1): SLOW, (2, 1): SLOW}, memory=SMALL_BYTES)
+    found = pool.profile()
     assert found.emulated_links == ((0, 1), (1, 0), (1, 2), (2, 1))
     for source, target in found.emulated_links:
-        assert 0.8 * SLOW.latency_s < found.latency_s[source][target] < 5 * SLOW.latency_s
-        assert SLOW.bandwidth_bps / 5 < found.bandwidth_bps[source][target] < 1.5 * SLOW.bandwidth_bps
+        assert found.latency_s[source][target] == pytest.approx(SLOW.latency_s, rel=0.01)
+        assert found.bandwidth_bps[source][target] == pytest.approx(SLOW.bandwidth_bps, rel=0.01)
     assert [sorted(level) for level in found.groups] == [[(0, 2), (1,)]]
     assert used_bytes(pool) == [0, 0, 0]
 
@@ -258,11 +265,12 @@ def test_a_pool_that_is_another_has_another_profile(open_pool: OpenPool) -> None
             open_pool(1),
             open_pool(2),
             open_pool(1, memory=5 << 20),
-            open_pool(2, links={(0, 1): SLOW}),
-            open_pool(2, links={(0, 1): Link(latency_s=0.02)}),
+            open_pool(2, kind="sim"),
+            open_pool(2, kind="sim", links={(0, 1): SLOW}),
+            open_pool(2, kind="sim", links={(0, 1): Link(latency_s=0.02)}),
         )
     ]
-    assert len(set(keys)) == 5
+    assert len(set(keys)) == 6
     same = open_pool(2)
     assert profile_key(same.devices, same.links) == keys[1]
 
@@ -305,7 +313,7 @@ def test_links_without_a_common_clock(open_pool: OpenPool, monkeypatch: pytest.M
     """Half of a round trip is the latency of both ways; each way has its bandwidth."""
     monkeypatch.setattr(link_benchmark, "have_one_clock", lambda one, other: False)
     links = {(0, 1): Link(latency_s=0.03, bandwidth_bps=5e6), (1, 0): Link(latency_s=0.01, bandwidth_bps=2e6)}
-    found = open_pool(2, memory=SMALL_BYTES, links=links).profile(cache=False)
+    found = open_pool(2, kind="sim", memory=SMALL_BYTES, links=links).profile(cache=False)
     for (source, target), link in links.items():
         assert 0.01 < found.latency_s[source][target] < 0.1
         assert link.bandwidth_bps / 2 < found.bandwidth_bps[source][target] < 1.3 * link.bandwidth_bps
@@ -423,7 +431,7 @@ def test_a_message_within_a_host_has_no_meter(open_pool: OpenPool) -> None:
 
 
 def test_a_probe_times_a_link(open_pool: OpenPool) -> None:
-    pool = open_pool(2, links={(0, 1): SLOW})
+    pool = open_pool(2, kind="sim", links={(0, 1): SLOW})
     known = dict.fromkeys(((0, 1), (1, 0)), (SLOW.latency_s, SLOW.bandwidth_bps))
     found = link_benchmark.probe_links(pool, [(0, 1)], known, dict.fromkeys((0, 1), 1 << 30))
     assert 0.8 * SLOW.latency_s < found[0, 1][0] < 5 * SLOW.latency_s

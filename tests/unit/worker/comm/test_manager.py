@@ -25,7 +25,6 @@ from onebox.wire.protocol.groups import FormGroup, Reduced, Rendezvous
 from onebox.wire.protocol.responses import LOOKUP_KEYS, Contribution, Left
 from onebox.worker.comm.api import RankLost, ReceivedTensor, RowRange, WorkerGroup
 from onebox.worker.comm.client import ChannelStore, ClientGroup
-from onebox.worker.comm.emulated_links import EmulatedLinks
 from onebox.worker.comm.manager import GroupManager, form_group
 from onebox.worker.comm.tcp import group as tcp_group
 from onebox.worker.comm.tcp.mesh import Mesh
@@ -52,7 +51,7 @@ def run(
         form = FormGroup(3, number, size, backend, address, 20.0, way == "memory")
         progress = WorkerProgress()
         progress.waiting = False
-        group = form_group(form, hub.channel(number), HOST, progress, EmulatedLinks())
+        group = form_group(form, hub.channel(number), HOST, progress)
         assert not progress.waiting
         try:
             return rank(number, group, progress)
@@ -126,7 +125,7 @@ def test_an_address_that_stands_for_all_is_refused(backend: Literal["tcp", "tls"
     before = set(listening())
     form = FormGroup(3, 0, 2, backend, address, 0.3)
     with pytest.raises(NoAddress, match="stands for all addresses"):
-        form_group(form, Hub().channel(0), HOST, WorkerProgress(), EmulatedLinks())
+        form_group(form, Hub().channel(0), HOST, WorkerProgress())
     assert set(listening()) == before
 
 
@@ -435,7 +434,7 @@ def test_waiting_for_others_is_marked(way: str) -> None:
 def test_a_group_that_nobody_joins_is_given_up() -> None:
     form = FormGroup(3, 0, 2, "tcp", "127.0.0.1", 0.3)
     with pytest.raises(RankLost):
-        form_group(form, Hub().channel(0), HOST, WorkerProgress(), EmulatedLinks())
+        form_group(form, Hub().channel(0), HOST, WorkerProgress())
 
 
 # ---- the store of a rendezvous

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -16,13 +15,11 @@ from torch import Tensor
 
 from onebox.errors import WireError
 from onebox.wire import TensorSpec, spec_of
-from onebox.wire.protocol.groups import EmulatedLink, FormGroup
+from onebox.wire.protocol.groups import FormGroup
 from onebox.wire.protocol.instructions import Broadcast, Reduce
 from onebox.wire.protocol.requests import Routine
-from onebox.worker.accelerator import accelerator_for
 from onebox.worker.comm.api import Begun, RankLost, WorkerGroup
 from onebox.worker.comm.client import ClientGroup
-from onebox.worker.comm.emulated_links import EmulatedLinks
 from onebox.worker.comm.hybrid import HybridGroup
 from onebox.worker.comm.manager import form_group, groups_of
 from onebox.worker.comm.shm.segment import supported
@@ -31,9 +28,6 @@ from onebox.worker.memory.buffers import BufferStore, QuotaExceeded
 from onebox.worker.progress import Trace, WorkerProgress
 from tests.unit.programs import HOST
 from tests.unit.ranks import Hub, run_ranks
-
-META = torch.device("meta")
-SIM = accelerator_for("meta")
 
 WAYS = ["shared memory", "sockets", "both"]
 
@@ -47,7 +41,7 @@ def run(size: int, way: str, rank: Callable[[WorkerGroup], Any], *, timeout_s: f
     def one(number: int) -> Any:
         def form(group: int, *, shared: bool) -> WorkerGroup:
             asked = FormGroup(group, number, size, "tcp", "127.0.0.1", timeout_s, shared)
-            return form_group(asked, hub.channel(number), HOST, WorkerProgress(), EmulatedLinks())
+            return form_group(asked, hub.channel(number), HOST, WorkerProgress())
 
         group = form(3, shared=way != "sockets")
         if way == "both":
@@ -226,41 +220,6 @@ def test_a_rank_that_has_gone_is_not_waited_for() -> None:
                 begun()
 
     run_ranks(2, rank)
-
-
-@shared_only
-def test_they_take_as_long_as_the_links_say() -> None:
-    """What goes from one to another takes that one's way, behind what went there before."""
-    millisecond, latency = 1_000_000, 0.05
-    links = {number: [EmulatedLink(1 - number, 10 + number, latency, 40 / 0.1)] for number in range(2)}
-
-    def rank(number: int, group: Any) -> list[int]:
-        mine = torch.ones(10)  # 40 bytes: 0.1 s
-        begin_ns = time.monotonic_ns()
-        ends = []
-        for root in (0, 0, 1):
-            begun = group.collect([mine], root)
-            ends.append(begun if isinstance(begun, int) else begun().at_ns)
-        begun = group.broadcast([spec_of(mine)], [mine] if number else (), 1)
-        ends.append(begun if isinstance(begun, int) else begun().at_ns)
-        return [begin_ns, *ends]
-
-    (_, *zero), (begin_ns, *one) = run_ranks(2, rank, links=links)
-    least = [begin_ns + millisecond * after for after in (150, 250, 350)]  # of what rank 1 sends, one behind the other
-    assert least[0] <= one[0] < one[1] and one[1] >= least[1]
-    assert zero[0] >= least[0] and zero[1] >= least[1] and zero[3] >= least[2]
-
-
-@shared_only
-def test_devices_that_do_not_compute_get_what_has_no_elements() -> None:
-    def rank(number: int, group: WorkerGroup) -> list[Tensor | None]:
-        mine = torch.empty(5, device=META)
-        collected = came(group.collect([mine], 1))
-        return [collected, came(group.broadcast([spec_of(mine)], [mine] if number == 1 else (), 1))]
-
-    zero, one = run_ranks(2, rank, devices=[SIM, SIM])
-    assert zero[0] is None and one[1] is None
-    assert all(each.is_meta and each.shape == (5,) for each in (zero[1], one[0]))
 
 
 # ---- buffers

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from onebox.emulator.device import EmulatedDevice
 from onebox.wire import (
     FREE,
     BlockSpec,
@@ -25,7 +26,6 @@ from onebox.wire.protocol.eager import KeepGenerator, Operate, Perform, Replay, 
 from onebox.wire.protocol.instructions import Free, Get
 from onebox.wire.protocol.requests import Define
 from onebox.wire.protocol.responses import OperatorResult
-from onebox.worker.emulated import EmulatedDevice
 from onebox.worker.memory.buffers import Poisoned
 from tests.unit.machines import Rig
 from tests.unit.worker.scripts import ADD, MUL_, ONES, Ref, Script, X, bytes_held, on_a_worker, small_rig

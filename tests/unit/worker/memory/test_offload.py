@@ -11,11 +11,11 @@ import torch
 
 from onebox.cost import ACCELERATOR_BPS
 from onebox.cost.benchmark_kernels import filled
+from onebox.emulator.device import EmulatedDevice
 from onebox.wire import Operator, Program, SlotArgument, TensorSpec, from_frame, with_deaths
 from onebox.wire.protocol.instructions import Ask, Call, Evict, Free, Get, Offload, OptimizerStep, Prefetch, Step
 from onebox.wire.protocol.requests import Define, OptimizerSpec, Routine, Run
 from onebox.wire.protocol.responses import WorkerMemory
-from onebox.worker.emulated import EmulatedDevice
 from onebox.worker.faults import Fault, FaultInjector
 from onebox.worker.memory.async_copy import ThreadCopier
 from onebox.worker.memory.buffers import Poisoned

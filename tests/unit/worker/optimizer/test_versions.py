@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from onebox.emulator.device import EmulatedDevice
 from onebox.wire import Operator, Program, SlotArgument, TensorSpec, with_deaths
 from onebox.wire.protocol.instructions import Branch, Call, Evict, Free, Offload, OptimizerStep, Prefetch, Rename, Step
 from onebox.wire.protocol.requests import Define, OptimizerSpec, Routine, Run
 from onebox.wire.protocol.responses import Delays, OptimizerState
-from onebox.worker.emulated import EmulatedDevice
 from onebox.worker.memory.buffers import Poisoned
 from onebox.worker.optimizer import delay_compensation
 from tests.unit.machines import Rig, define, elementwise

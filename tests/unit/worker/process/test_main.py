@@ -8,7 +8,6 @@ import tempfile
 import threading
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import msgspec
@@ -39,12 +38,10 @@ from onebox.wire.protocol.requests import (
     Routine,
     Run,
     Shutdown,
-    StoredProgram,
 )
 from onebox.wire.protocol.responses import Contribution, Hello, Left, Lookup, Reply, Scalars, Tensors
 from onebox.wire.reliable import FRAME_BYTES
 from onebox.worker import WorkerConfig
-from onebox.worker import progress as progress_module
 from onebox.worker.accelerator import DeviceFailed
 from onebox.worker.comm.api import RankLost
 from onebox.worker.process import main
@@ -62,13 +59,15 @@ HOUR_S = 3600
 class Client:
     """A client of one worker, message by message."""
 
+    server_class = WorkerServer
+
     def __init__(self, device: str = "cpu") -> None:
         self.keys, self.server_keys = new_keys(), new_keys()
         self.lifeline, self.owner = os.pipe()
         self.folder = tempfile.TemporaryDirectory(prefix="onebox-")
         keys = self.server_keys
         config = WorkerConfig(device, 1, keys.public, keys.secret, self.keys.public, self.folder.name)
-        self.server = WorkerServer(config, (self.lifeline,))
+        self.server = self.server_class(config, (self.lifeline,))
         self.thread = threading.Thread(target=self.server.serve, daemon=True)
         self.thread.start()
         self.context = zmq.Context()
@@ -335,76 +334,6 @@ def test_the_next_step_is_queued_before_the_device_has_done_the_last_one(monkeyp
         assert client.receive()[0].number == last
     finally:
         client.close()
-
-
-CALL = Call(50, (1,), (2,))
-
-
-@contextmanager
-def sim(cost_s: float) -> Iterator[Client]:
-    """A worker of an emulated device, with a program that takes a time."""
-    client = Client("sim")
-    try:
-        assert isinstance(client.receive()[0], Hello)
-        program = StoredProgram(elementwise("aten.relu.default", SPEC), cost_s)
-        client.ask(put(), Define(50, program), frames=[FRAME])
-        yield client
-    finally:
-        client.close()
-
-
-@pytest.mark.parametrize(
-    ("failing", "frames"),
-    [(Get((1,)), []), (Ask("digest", (9,)), []), (Run(51), []), (Ask("memory"), [FRAME]), (None, [])],
-    ids=["values", "question", "routine", "frames", "junk"],
-)
-def test_a_failure_is_answered_after_what_an_emulated_device_has_still_to_do(
-    failing: Instruction | None, frames: list[bytes]
-) -> None:
-    with sim(0.2) as client:
-        first = client.tell(CALL)
-        if failing is None:
-            client.socket.send_multipart([b"junk"])
-            second = 0
-        else:
-            second = client.tell(failing, frames=frames)
-        replies = [client.receive()[0] for _ in range(2)]
-        assert [(reply.number, reply.failure is None) for reply in replies] == [(first, True), (second, False)]
-
-
-def test_replies_that_wait_for_an_emulated_device_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(main, "REPLIES_AHEAD", 3)
-    with sim(0.5) as client:
-        server, begun = client.server, 0
-        begin_message = server.machine.begin
-        answered: list[tuple[int, int]] = []
-
-        def begin() -> None:
-            nonlocal begun
-            begun += 1
-            begin_message()
-
-        def send(message: Reply, frames: Sequence[Any] = ()) -> None:
-            answered.append((message.number, begun))
-            WorkerServer.send_to_client(server, message, frames)
-
-        monkeypatch.setattr(server.machine, "begin", begin)
-        monkeypatch.setattr(server, "send_to_client", send)
-        numbers = [client.tell(CALL), *(client.tell(Ask("memory")) for _ in range(20))]
-        assert [client.receive()[0].number for _ in numbers] == numbers
-        assert [number for number, _ in answered] == numbers
-        assert answered[0][1] <= 3
-
-
-def test_the_work_of_an_emulated_device_may_take_longer_than_a_socket_can_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress_module, "sleep_until", lambda end_ns: None)
-    with sim(1e7) as client:
-        first = client.tell(CALL)
-        until(lambda: bool(client.server.machine.progress.busy_until_s))
-        second = client.tell(Ask("memory"))
-        until(lambda: client.server._replies_ahead == 2)
-        client.tell(CALL)
-        assert [client.receive()[0].number for _ in range(2)] == [first, second]
 
 
 class FailingGroup:

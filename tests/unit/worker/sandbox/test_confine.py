@@ -6,6 +6,7 @@ import contextlib
 import errno
 import json
 import os
+import platform
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from onebox.pool.launch.fork_server import worker_environment
+from onebox.pool.launch.zygotes import worker_environment
 from onebox.worker.sandbox import confine, landlock, seccomp
 from tests.kit import warm
 
@@ -179,6 +180,63 @@ def test_others_get_no_signal(found: dict[str, Any]) -> None:
     assert found["signal"] == errno.EPERM
 
 
+NAMES = """
+import json, os, sys, threading
+from onebox.worker.sandbox.confine import confine
+
+confine(sys.argv[1], "127.0.0.1")
+found = []
+
+def name(path):
+    try:
+        os.close(os.open(path, os.O_WRONLY))
+        found.append(0)
+    except OSError as error:
+        found.append(error.errno)
+
+def name_both():
+    name(f"/proc/self/task/{threading.get_native_id()}/comm")
+    name(f"/proc/{os.getppid()}/comm")
+
+thread = threading.Thread(target=name_both)
+thread.start(), thread.join()
+print(json.dumps(found))
+"""
+
+
+@needs(1)
+@pytest.mark.parametrize(("device", "own"), [("cpu", errno.EACCES), ("cuda:0", 0)])
+def test_the_driver_of_a_gpu_names_its_threads_and_no_others(device: str, own: int) -> None:
+    line = [sys.executable, "-c", NAMES, device]
+    done = subprocess.run(line, env=warm.single(), capture_output=True, text=True, timeout=300, check=False)
+    assert json.loads(done.stdout.splitlines()[-1]) == [own, errno.EACCES], done.stderr
+
+
+THREADS = """
+import encodings.ascii, encodings.latin_1, json, os, sys, threading
+from onebox.worker.sandbox.confine import confine, failures
+
+os.setgroups([]), os.setgid(60805), os.setuid(60805)
+most, stop, started = int(sys.argv[1]), threading.Event(), 1
+done = confine("cpu", "127.0.0.1", most_processes=most)
+try:
+    while started < 4 * most:
+        threading.Thread(target=stop.wait).start()
+        started += 1
+except RuntimeError:
+    pass
+stop.set()
+print(json.dumps([failures(done), started]))
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root becomes another user")
+def test_a_lease_with_a_user_of_its_own_starts_no_more_threads_than_it_may() -> None:
+    line = [sys.executable, "-c", THREADS, "64"]
+    done = subprocess.run(line, env=warm.single(), capture_output=True, text=True, timeout=300, check=False)
+    assert json.loads(done.stdout.splitlines()[-1]) == [[], 64], done.stderr
+
+
 READS = """
 import json, os, sys
 from onebox.worker.sandbox.confine import confine
@@ -276,7 +334,9 @@ def test_only_a_sim_on_the_machine_of_its_client_has_no_tcp(device: str, address
     assert json.loads(done.stdout) == ([errno.EACCES] * 2 if none else [0, 0]), done.stderr
 
 
-@pytest.mark.skipif(not seccomp.supported(), reason="no filter of system calls here")
+@pytest.mark.skipif(
+    not seccomp.supported() or platform.machine() != "x86_64", reason="no filter here, or calls of other numbers"
+)
 @pytest.mark.parametrize("what", ["run", "trace", "new users"])
 def test_calls_that_fail(found: dict[str, Any], what: str) -> None:
     assert found[what] == errno.EPERM

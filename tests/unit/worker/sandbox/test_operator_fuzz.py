@@ -167,6 +167,26 @@ def test_a_call_can_be_made_again() -> None:
     assert random_call(name, random.Random(3)) == random_call(name, random.Random(3))
 
 
+def test_places_outside_of_tensors_are_tried() -> None:
+    indices = Image("int64", (3,), (1,), bytes(24))
+    call = Call("aten.index_select.default", (SlotArgument(0), 0, SlotArgument(1)), {}, (FLOATS, indices))
+    rng, tried = random.Random(0), set()
+    for _ in range(1000):
+        for image in mutate([call], rng).images:
+            if image.dtype == "int64":
+                tried |= (
+                    set(torch.frombuffer(bytearray(image.data), dtype=torch.int64).tolist()) if image.data else set()
+                )
+    assert tried >= {2, 3, 4, -3, -4, 6, 7, -7, 1 << 31, 1 << 40, -(1 << 40)}
+
+
+def test_it_finds_nothing_in_operators_whose_kind_needs_no_rules() -> None:
+    found = fuzzed(calls=1600, options=("--kind", "all"))
+    assert (found["crashes"], found["canaries_changed"], found["foreign_reads"]) == (0, 0, 0), found["operators"]
+    assert found["calls"] == 1600
+    assert found["computed"] > 300, found
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_mutations_use_all_the_tensors_that_they_bring(seed: int) -> None:
     """The worker refuses a call that brings a tensor for nothing, so that nothing would be tried."""

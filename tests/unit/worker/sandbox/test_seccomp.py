@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import platform
+import re
 import signal
 import socket
 import struct
@@ -19,6 +20,7 @@ from typing import Any
 import pytest
 
 from onebox.worker.sandbox import seccomp
+from onebox.worker.sandbox.system_calls import DRIVER, EVERY
 
 NOBODY = 65534
 
@@ -266,16 +268,18 @@ ITS_OWN = [
     "its affinity",
     "its scheduler",
     "its priority",
-    "its pages",
     "a thread",
     "a signal to itself",
     "a pair",
     "datagrams",
     "a name",
 ]
+OF_GPUS = ["its pages"]
 OF_NETWORKS = ["interfaces", "a listening socket", "a stream", "a datagram"]
 
-filtered = pytest.mark.skipif(not seccomp.supported(), reason="no filter of system calls here")
+filtered = pytest.mark.skipif(
+    not seccomp.supported() or platform.machine() != "x86_64", reason="no filter here, or calls of other numbers"
+)
 USERS = [
     pytest.param((0, "cpu"), id="the user of these tests"),
     pytest.param((NOBODY, "cpu"), id="an ordinary user"),
@@ -342,111 +346,166 @@ def test_nothing_of_it_is_left(found: dict[str, Any]) -> None:
 
 
 def test_what_it_does_to_itself_works(found: dict[str, Any]) -> None:
-    own = ITS_OWN + {"cpu": OF_NETWORKS, "cuda:0": OF_NETWORKS + ONLY_CPU[:4], "sim": []}[found["device"]]
+    own = ITS_OWN + {"cpu": OF_NETWORKS, "cuda:0": OF_NETWORKS + ONLY_CPU[:4] + OF_GPUS, "sim": []}[found["device"]]
     assert {what: found[what] for what in own} == dict.fromkeys(own, 0)
 
 
 # ---- the filter's text
 
+X86, ARM = "x86_64", "aarch64"
 
+FOREIGN = """
+ptrace execve execveat fork vfork process_vm_readv process_vm_writev process_madvise process_mrelease pidfd_open
+pidfd_getfd pidfd_send_signal tkill kcmp ioprio_set migrate_pages get_robust_list unshare setns mount umount2 pivot_root
+chroot open_tree move_mount fsopen fsconfig fsmount fspick mount_setattr open_by_handle_at fanotify_init add_key
+request_key keyctl rt_sigqueueinfo rt_tgsigqueueinfo bpf perf_event_open userfaultfd landlock_add_rule
+io_uring_setup io_uring_enter io_uring_register
+init_module finit_module kexec_load kexec_file_load syslog modify_ldt reboot swapon acct msgget msgsnd msgrcv msgctl
+mq_open mq_unlink setuid setgid setresuid setresgid setgroups capset iopl ioperm
+"""
+"""Calls that start, inspect, signal or slow down other processes, gain rights, or outlive the process."""
+
+OF_DRIVERS = """
+shmget shmat shmctl semget semop semctl semtimedop chmod fchmod fchmodat fchmodat2 chown fchown lchown fchownat utime
+utimes futimesat utimensat setxattr lsetxattr fsetxattr removexattr lremovexattr fremovexattr flock
+"""
+"""Calls on what other processes of the user have, which workers of GPUs make alone."""
+
+CHECKED = {
+    *("clone", "clone3", "socket", "fcntl", "ioctl", "setsockopt", "setpriority", "mbind", "sendto", "sendmsg"),
+    *("sendmmsg", *seccomp.OWN_THREAD, *seccomp.OWN_PROCESS, *seccomp.SCHEDULER),
+}
+"""Calls that depend on their arguments."""
+
+both = pytest.mark.parametrize("machine", [X86, ARM])
+
+
+def number(machine: str, name: str) -> int:
+    return seccomp.PROCESSORS[machine].numbers(EVERY | DRIVER)[name]
+
+
+def test_no_call_that_reaches_others_is_listed() -> None:
+    assert not {*FOREIGN.split()} & {*EVERY, *DRIVER}
+    assert {*OF_DRIVERS.split()} <= {*DRIVER} and not {*DRIVER} & {*EVERY}
+
+
+@both
 @pytest.mark.parametrize("gpu", [False, True])
-def test_the_filter_refuses_its_calls_and_no_others(gpu: bool) -> None:
-    code = seccomp.program(gpu=gpu, process=77)
-    refused = {*seccomp.REFUSED.values(), *(() if gpu else seccomp.CPU_REFUSED.values())}
-    for call in {*range(600)} - {41}:
-        signals = call in seccomp.OWN_PROCESS.values()
-        expected = errno.EPERM if call in refused else errno.ENOSYS if call == 435 else 0
-        assert verdict(code, call, 77 if signals else 0x10000 if call == 56 else 0) == expected, call
-    assert verdict(code, 1 | 0x40000000) == errno.EPERM
-    assert verdict(code, 1, processor=0x40000003) is None, "i386 ends the process"
+def test_the_filter_allows_the_listed_calls_and_no_others(gpu: bool, machine: str) -> None:
+    code = seccomp.program(gpu=gpu, process=77, machine=machine)
+    listed = seccomp.PROCESSORS[machine].numbers(EVERY | DRIVER if gpu else EVERY)
+    allowed = {listed[name] for name in listed if name not in CHECKED}
+    checked = {listed[name] for name in CHECKED if name in listed}
+    for call in {*range(600)} - checked:
+        expected = 0 if call in allowed else errno.EPERM if call < 453 else errno.ENOSYS
+        assert verdict(code, call, machine=machine) == expected, call
+    assert verdict(code, number(machine, "clone3"), machine=machine) == errno.ENOSYS
+    assert verdict(code, 1 | 0x40000000, machine=machine) == errno.EPERM
+    assert run(code, 1, processor=0x40000003) == KILLED, "i386 ends the process"
+    assert run(code, 1, processor=seccomp.PROCESSORS[ARM if machine == X86 else X86].audit) == KILLED
 
 
-@pytest.mark.parametrize("number", [*seccomp.OWN_THREAD.values(), *seccomp.OWN_PROCESS.values()])
-def test_calls_by_process_id_are_for_itself(number: int) -> None:
-    code = seccomp.program(gpu=False, process=77)
-    own = 77 if number in seccomp.OWN_PROCESS.values() else 0
+@both
+@pytest.mark.parametrize("name", [*seccomp.OWN_THREAD, *seccomp.OWN_PROCESS])
+def test_calls_by_process_id_are_for_itself(name: str, machine: str) -> None:
+    code = seccomp.program(gpu=True, process=77, machine=machine)
+    own = 77 if name in seccomp.OWN_PROCESS else 0
     for process in (0, 1, 76, 77, 78, 0xFFFFFFFF):
-        assert verdict(code, number, process) == (0 if process == own else errno.EPERM)
+        expected = 0 if process == own else errno.EPERM
+        assert verdict(code, number(machine, name), process, machine=machine) == expected
 
 
-@pytest.mark.parametrize("number", seccomp.SCHEDULER.values())
-def test_calls_to_the_scheduler_for_others_are_left_out(number: int) -> None:
+@both
+@pytest.mark.parametrize("name", seccomp.SCHEDULER)
+def test_calls_to_the_scheduler_for_others_are_left_out(name: str, machine: str) -> None:
+    call = number(machine, name)
     for gpu in (False, True):
-        code = seccomp.program(gpu=gpu, process=77)
-        assert [effect(code, number, thread) for thread in (0, 1, 77, 0xFFFFFFFF)] == [True, False, False, False]
-        assert [verdict(code, number, thread) for thread in (0, 1)] == [0, 0]
+        code = seccomp.program(gpu=gpu, process=77, machine=machine)
+        done = [run(code, call, thread, machine=machine) == DONE for thread in (0, 1, 77, 0xFFFFFFFF)]
+        assert done == [True, False, False, False]
+        assert [verdict(code, call, thread, machine=machine) for thread in (0, 1)] == [0, 0]
 
 
-def test_clone_starts_threads_alone() -> None:
-    code = seccomp.program(gpu=True, process=77)
-    assert verdict(code, 56, 0x3D0F00) == 0, "threads are started"
-    for flags in (17, 0x4111, 0x4000 | 0x100, 0x10000000 | 17, 0x10000000 | 0x3D0F00):
-        assert verdict(code, 56, flags) == errno.EPERM, hex(flags)
+@both
+def test_clone_starts_threads_alone(machine: str) -> None:
+    code, clone = seccomp.program(gpu=True, process=77, machine=machine), number(machine, "clone")
+    assert verdict(code, clone, 0x3D0F00, machine=machine) == 0, "threads are started"
+    for flags in (17, 0x4111, 0x4000 | 0x100, *(space | flags for space in SPACES for flags in (17, 0x3D0F00))):
+        assert verdict(code, clone, flags, machine=machine) == errno.EPERM, hex(flags)
 
 
-def test_priorities_pages_and_owners_of_files_by_their_arguments() -> None:
-    code = seccomp.program(gpu=False, process=77)
-    assert [verdict(code, 141, which, who) for which, who in ((0, 0), (0, 77), (1, 0), (2, 0))] == [0, 1, 1, 1]
-    assert [verdict(code, 237, 0, 0, 0, 0, 0, flags) for flags in (0, 2, 3, 4, 6)] == [0, 0, 0, 1, 1]
+@both
+def test_priorities_pages_and_owners_of_files_by_their_arguments(machine: str) -> None:
+    code = seccomp.program(gpu=True, process=77, machine=machine)
+
+    def said(name: str, *arguments: int) -> int:
+        return verdict(code, number(machine, name), *arguments, machine=machine)
+
+    assert [said("setpriority", *whom) for whom in ((0, 0), (0, 77), (1, 0), (2, 0))] == [0, 1, 1, 1]
+    assert [said("mbind", 0, 0, 0, 0, 0, flags) for flags in (0, 2, 3, 4, 6)] == [0, 0, 0, 1, 1]
     commands = (1, 8, 10, 15, 1024, 1026, 1030, 1033)
-    assert [verdict(code, 72, 5, command) for command in commands] == [0, 1, 0, 1, 1, 1, 0, 0]
+    assert [said("fcntl", 5, command) for command in commands] == [0, 1, 0, 1, 1, 1, 0, 0]
+    assert [said("ioctl", 5, command) for command in (0x5401, 0x8901, 0x8902, 0xC020462A)] == [0, 1, 1, 0]
+    assert [said("setsockopt", 5, *option) for option in ((6, 31), (6, 1), (1, 31))] == [1, 0, 0]
     for gpu in (False, True):
-        code = seccomp.program(gpu=gpu, process=77)
-        assert {verdict(code, 72, 5, command) for command in (6, 7, 37, 38)} == {0 if gpu else 1}
-    assert [verdict(code, 16, 5, command) for command in (0x5401, 0x8901, 0x8902, 0xC020462A)] == [0, 1, 1, 0]
+        code = seccomp.program(gpu=gpu, process=77, machine=machine)
+        assert {said("fcntl", 5, command) for command in (6, 7, 37, 38)} == {0 if gpu else 1}
 
 
+@both
 @pytest.mark.parametrize("gpu", [False, True])
-def test_sockets_are_of_listed_families_kinds_and_protocols(gpu: bool) -> None:
-    code, network = seccomp.program(gpu=gpu, process=77), (socket.AF_INET, socket.AF_INET6)
+def test_sockets_are_of_listed_families_kinds_and_protocols(gpu: bool, machine: str) -> None:
+    code, network = seccomp.program(gpu=gpu, process=77, machine=machine), (socket.AF_INET, socket.AF_INET6)
+    call = number(machine, "socket")
     for family in (*seccomp.FAMILIES, 5, 17, 38, 40, 43):
         for kind in (1, 2, 3, 5, 6, 0x80801, 0x80805):
             for protocol in (0, 1, 6, 17, 132, 136, 256, 262):
                 listed = kind & 0xF in (socket.SOCK_STREAM, socket.SOCK_DGRAM) and protocol in (0, 6, 17)
                 stays = listed if family in network else family in seccomp.FAMILIES
-                assert verdict(code, 41, family, kind, protocol) == (0 if stays else errno.EPERM)
+                expected = 0 if stays else errno.EPERM
+                assert verdict(code, call, family, kind, protocol, machine=machine) == expected
 
 
-@pytest.mark.parametrize(("call", "place"), [(44, 3), (46, 2), (307, 3)])
-def test_no_message_connects(call: int, place: int) -> None:
-    code = seccomp.program(gpu=True, process=77)
+@both
+@pytest.mark.parametrize(("name", "place"), [("sendto", 3), ("sendmsg", 2), ("sendmmsg", 3)])
+def test_no_message_connects(name: str, place: int, machine: str) -> None:
+    code = seccomp.program(gpu=True, process=77, machine=machine)
     for flags, error in ((0, 0), (0x4040, 0), (0x20000000, errno.EPERM), (0x20004040, errno.EPERM)):
-        assert verdict(code, call, *[0] * place, flags) == error
+        assert verdict(code, number(machine, name), *[0] * place, flags, machine=machine) == error
 
 
-def test_an_emulated_device_has_no_sockets_of_networks() -> None:
-    code = seccomp.socket_program(networks=False)
-    for family in range(50):
-        for kind in (socket.SOCK_STREAM, socket.SOCK_DGRAM):
-            stays = (family, kind) == (socket.AF_UNIX, socket.SOCK_DGRAM)
-            assert verdict(code, 41, family, kind) == (0 if stays else errno.EPERM)
-
-
-def test_sockets_are_those_of_networks_and_datagrams() -> None:
-    code = seccomp.socket_program()
+@both
+@pytest.mark.parametrize("networks", [False, True])
+def test_sockets_after_its_own_listen_are_those_of_networks_and_datagrams(networks: bool, machine: str) -> None:
+    """Those of networks not for an emulated device."""
+    code, call = seccomp.socket_program(networks=networks, machine=machine), number(machine, "socket")
     for family in range(50):
         for kind in (socket.SOCK_STREAM, socket.SOCK_DGRAM, socket.SOCK_SEQPACKET, socket.SOCK_RAW):
-            stays = family in seccomp.FAMILIES and (family != socket.AF_UNIX or kind == socket.SOCK_DGRAM)
+            near = (family, kind) == (socket.AF_UNIX, socket.SOCK_DGRAM)
+            stays = near or (networks and family in seccomp.FAMILIES and family != socket.AF_UNIX)
             for flags in (0, socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK):
-                assert verdict(code, 41, family, kind | flags) == (0 if stays else errno.EPERM), (family, kind)
-    assert all(verdict(code, call, 1, 1) == 0 for call in range(600) if call != 41), "pairs among them"
+                assert verdict(code, call, family, kind | flags) == (0 if stays else errno.EPERM), (family, kind)
+    assert all(verdict(code, other, 1, 1) == 0 for other in range(600) if other != call), "pairs among them"
 
 
-def verdict(code: bytes, call: int, *arguments: int, processor: int = 0xC000003E) -> int | None:
-    """Return the error of a call by a filter, 0 where it succeeds, or that it kills."""
-    action = run(code, call, *arguments, processor=processor)
-    return None if action == 0x80000000 else action & 0xFFFF if action >> 16 == 5 else 0
+SPACES = (0x20000, 0x2000000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000)
+"""Flags of ``clone`` for new namespaces."""
+
+KILLED, DONE = 0x80000000, 0x7FFF0000
 
 
-def effect(code: bytes, call: int, *arguments: int) -> bool:
-    """Return whether a filter lets the kernel do a call."""
-    return run(code, call, *arguments) == 0x7FFF0000
+def verdict(code: bytes, call: int, *arguments: int, machine: str = X86) -> int:
+    """Return the error of a call by a filter; 0 where it succeeds."""
+    action = run(code, call, *arguments, machine=machine)
+    assert action == DONE or action >> 16 == 5
+    return action & 0xFFFF if action >> 16 == 5 else 0
 
 
-def run(code: bytes, call: int, *arguments: int, processor: int = 0xC000003E) -> int:
+def run(code: bytes, call: int, *arguments: int, machine: str = X86, processor: int | None = None) -> int:
     """Run a filter as the kernel does, and return its action."""
     lines = [struct.unpack_from("=HBBI", code, start) for start in range(0, len(code), 8)]
-    loaded = {0: call, 4: processor} | {16 + 8 * place: 0 for place in range(6)}
+    audit = seccomp.PROCESSORS[machine].audit if processor is None else processor
+    loaded = {0: call, 4: audit} | {16 + 8 * place: 0 for place in range(6)}
     loaded |= {16 + 8 * place: value for place, value in enumerate(arguments)}
     place, value = 0, 0
     while True:
@@ -463,20 +522,22 @@ def run(code: bytes, call: int, *arguments: int, processor: int = 0xC000003E) ->
             place += yes if holds else no
 
 
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="its numbers are those of x86-64")
-def test_the_numbers_are_those_of_this_system() -> None:
-    header = Path("/usr/include/x86_64-linux-gnu/asm/unistd_64.h")
+# ---- the numbers
+
+HEADERS = {X86: "/usr/include/x86_64-linux-gnu/asm/unistd_64.h", ARM: "/usr/include/asm-generic/unistd.h"}
+"""Files of the kernel's, both of which an x86-64 has; an aarch64 has the generic numbers."""
+
+
+@both
+def test_the_numbers_are_those_of_the_kernels_headers(machine: str) -> None:
+    header = Path(HEADERS[machine])
     if not header.exists():
         pytest.skip("the kernel's headers are not installed")
-    numbers = dict(line.split()[1:3] for line in header.read_text().splitlines() if line.startswith("#define __NR_"))
-    known = {name: int(number) for name, number in numbers.items()}
-    for name, number in {
-        **seccomp.REFUSED,
-        **seccomp.CPU_REFUSED,
-        **seccomp.OWN_THREAD,
-        **seccomp.SCHEDULER,
-        **seccomp.OWN_PROCESS,
-        **{"clone": 56, "clone3": 435, "setpriority": 141, "mbind": 237, "fcntl": 72, "ioctl": 16, "socket": 41},
-        **{"setsockopt": 54, "sendto": 44, "sendmsg": 46, "sendmmsg": 307},
-    }.items():
-        assert known.get(f"__NR_{name}", number) == number, name
+    defined = dict(re.findall(r"^#define (__NR\w+)\s+(\w+)", header.read_text(), re.MULTILINE))
+    meant = {name[5:]: defined.get(value, value) for name, value in defined.items() if name.startswith("__NR_")}
+    known = {name: int(value) for name, value in meant.items() if value.isdecimal()}  # without those of 32 bits
+    newest = max(value for name, value in known.items() if not name.endswith("syscalls"))
+    place = seccomp.PROCESSORS[machine].place
+    for name, numbers in (EVERY | DRIVER).items():
+        if (numbers[place] or 0) <= newest:
+            assert known.get(name) == numbers[place], name

@@ -35,7 +35,6 @@ from onebox.wire.protocol.snapshots import (
     layout,
     pieces,
 )
-from onebox.worker.comm.emulated_links import EmulatedLinks
 from onebox.worker.comm.manager import form_group
 from onebox.worker.faults import Fault, FaultInjector
 from onebox.worker.memory.buffers import Poisoned, QuotaExceeded
@@ -245,7 +244,7 @@ def carry(
 
     def rank(number: int) -> SnapshotSlots:
         form = FormGroup(3, number, 2, "tcp", "127.0.0.1", WAIT_S, shared, (), True)
-        group = form_group(form, hub.channel(number), HOST, WorkerProgress(), EmulatedLinks())
+        group = form_group(form, hub.channel(number), HOST, WorkerProgress())
         own = slots()
         courier = SnapshotTransfer(FaultInjector(faults if number == 0 else ()))
         if number == 0:

@@ -97,14 +97,16 @@ class AgentConnection:
         key: Its public key.
         mine: The key pair that this client was paired with.
         client: Name that other clients see: ``user@host``.
+        host: Name of its host in the pool; the address where it is empty.
 
     Raises:
         PoolError: There is no agent, it refuses this client, or it is of another version.
         UsageError: The host has no address.
     """
 
-    def __init__(self, address: str, key: str, mine: KeyPair, client: str) -> None:
+    def __init__(self, address: str, key: str, mine: KeyPair, client: str, host: str = "") -> None:
         self.address = address
+        self._host = host or address
         self.key = key
         self._client = client
         self._socket = AgentSocket(address, key, mine)
@@ -410,7 +412,7 @@ class AgentConnection:
     def _lease(self, asked: _Asked, request: Lease, leased: Leased) -> None:
         """Register a lease at once: the agent's next message may be about it."""
         asked.handles += [
-            RemoteWorker(self.address, self.introduced.address, leased.lease, started) for started in leased.workers
+            RemoteWorker(self._host, self.introduced.address, leased.lease, started) for started in leased.workers
         ]
         self._held.hold(leased.lease, asked.handles, asked.cut_s)
 

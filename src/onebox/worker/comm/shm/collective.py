@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import torch
 from torch import Tensor
 
-from onebox.wire import DTYPES, TensorSpec
+from onebox.wire import TensorSpec
 from onebox.worker.comm.collectives import joined, rank_sum, require_agreement, require_joint
 from onebox.worker.comm.shm.arena import MemoryBlock
 from onebox.worker.comm.shm.layout import ShmMessage
@@ -37,7 +36,6 @@ class ShmCollective:
         expected: dict[int, PendingReceive],
         drop: Callable[[MemoryBlock], None],
     ) -> None:
-        self.end_ns = 0
         self._order = order
         self._rank = rank
         self._own = own
@@ -58,8 +56,6 @@ class ShmCollective:
             WireError: Another rank's call differs.
         """
         require_agreement(self._order, self._rank, messages)
-        if self._block is None:
-            return torch.empty(self._own.spec.shape, dtype=DTYPES[self._own.spec.dtype], device="meta")
         return rank_sum(self._parts(messages))
 
     def join(self, messages: Sequence[ShmMessage], dim: int, spec: TensorSpec) -> Tensor:
@@ -76,8 +72,6 @@ class ShmCollective:
         require_agreement(self._order, self._rank, messages)
         specs = [message.spec for message in messages]
         require_joint(specs, dim, spec)
-        if self._block is None:
-            return torch.empty(spec.shape, dtype=DTYPES[spec.dtype], device="meta")
         return joined(self._parts(messages), specs, dim)
 
     def give_back(self) -> None:

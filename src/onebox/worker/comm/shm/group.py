@@ -7,39 +7,32 @@ asynchronously (see :mod:`onebox.worker.comm.shm.gpu_sender`).
 In an all-reduce each rank adds all parts itself, in the order of the ranks, so that results are bitwise equal on all
 ranks: for n ranks a bucket of S bytes costs each rank one copy and one sum of n parts (``benchmarks/scaling.py``). In a
 reduction to one rank only that rank adds, in the same order; in a broadcast all readers share one block.
-
-Emulated devices have tensors without elements (torch's ``meta`` device): they send the specs of tensors, and receive
-tensors without elements, with the same timing.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from weakref import WeakValueDictionary
 
-import torch
 from torch import Tensor
 
 from onebox.errors import WireError
-from onebox.wire import DTYPES, TensorSpec, spec_of
+from onebox.wire import TensorSpec, spec_of
 from onebox.wire.protocol.groups import FormGroup
 from onebox.wire.protocol.responses import Joined
 from onebox.worker.accelerator import Accelerator
 from onebox.worker.comm.agreement import collective_fingerprint
 from onebox.worker.comm.api import Begun, Finish, RankLost, ReceivedTensor, RowRange, check_rows, parts_of
-from onebox.worker.comm.collectives import code_of, disagreement, flat_spec, is_gather
-from onebox.worker.comm.emulated_links import EmulatedLinks, EmulatedRing
+from onebox.worker.comm.collectives import code_of, disagreement, flat_spec
 from onebox.worker.comm.shm.arena import MemoryBlock
 from onebox.worker.comm.shm.collective import ShmCollective
 from onebox.worker.comm.shm.gpu_sender import GpuShmSender, ShmCopier
 from onebox.worker.comm.shm.layout import ShmMessage, check_dimensions
 from onebox.worker.comm.shm.receiver import PendingReceive, ShmReceiver
-from onebox.worker.comm.shm.rendezvous import ShmPeers, note_speed, speed_in
+from onebox.worker.comm.shm.rendezvous import ShmPeers
 from onebox.worker.comm.shm.sender import BlockRegion, ShmSender, region_of
 from onebox.worker.memory.shared import SharedMemoryQuota
-from onebox.worker.progress import WorkerProgress, wait_until
-from onebox.worker.system.clock import wake_on_time
+from onebox.worker.progress import WorkerProgress
 
 ROOM_S = 90.0
 """Longest wait for readers where there is no room for another message: longer than a reader may wait for its disk."""
@@ -47,9 +40,9 @@ ROOM_S = 90.0
 _ROOM_STEP_S = 0.001
 
 _MOST_AHEAD_NS = 86_400 * 10**9
-"""Longest time from now until a message may arrive over an emulated link."""
+"""Longest time from now until a message may be available; an emulated device is ahead of the clock."""
 
-_COLLECTIVES = -1 << 62
+COLLECTIVES = -1 << 62
 """Channel of reductions, gathers and broadcasts."""
 
 
@@ -61,7 +54,6 @@ class ShmGroup:
         met: Memories of the ranks on this host. Reductions and gathers require those of all ranks.
         accelerator: Device of its tensors.
         progress: Marked during waits.
-        emulated_links: State of this worker's emulated links.
         copier: Copier for a device whose tensors are not in host memory.
         quota: Counts this worker's shared memory, and limits it.
     """
@@ -72,7 +64,6 @@ class ShmGroup:
         met: ShmPeers,
         accelerator: Accelerator,
         progress: WorkerProgress,
-        emulated_links: EmulatedLinks,
         copier: ShmCopier | None = None,
         quota: SharedMemoryQuota | None = None,
     ) -> None:
@@ -81,14 +72,9 @@ class ShmGroup:
         self._timeout_s = form.timeout_s
         self._accelerator = accelerator
         self._progress = progress
-        self._emulated_links = emulated_links
-        self._links = {link.peer: link.link for link in form.links}
-        emulated_links.lay(form.links)
         self._watches = met.watches
         self._apart = met.apart
         self._order = 0
-        self._timed = 0  # collectives with a known end on the ring
-        self._running: WeakValueDictionary[int, ShmCollective] = WeakValueDictionary()
         self._interrupted = False
         self._begun: dict[tuple[int, int], BlockRegion] = {}  # the last part of incomplete tensors, by rank and channel
         self._sender: ShmSender | None = ShmSender(
@@ -102,8 +88,6 @@ class ShmGroup:
         self._gpu_sender = None if copier is None else GpuShmSender(self._sender, copier)
         ranks = sorted(met.memories)
         self._inboxes = {rank: ShmReceiver(met.memories[rank], rank, self._rank, self._watch) for rank in ranks}
-        self._ring = EmulatedRing() if met.emulated else None
-        wake_on_time()
 
     @property
     def rank(self) -> int:
@@ -124,27 +108,19 @@ class ShmGroup:
         Raises:
             WireError: It is not the next part.
         """
-        sender = self._member(peer)
-        begin_ns = self._progress.now_ns()
-        spec = spec_of(tensor)
-        place = region_of(spec, within, self._begun.pop((peer, channel), None))
+        sender, begin_ns = self._member(peer), time.monotonic_ns()
+        place = region_of(spec_of(tensor), within, self._begun.pop((peer, channel), None))
         last = place.last
         check_dimensions(place.whole)
         if self._gpu_sender is not None:
             place = self._gpu_sender.send(tensor, peer, channel, place)
-        elif not tensor.is_meta:
+        else:
             place = sender.write_part(tensor, place)
         if not last:
             self._begun[peer, channel] = place
-        due_ns = begin_ns
-        if peer in self._links:
-            due_ns = self._emulated_links.send(self._links[peer], spec.size_bytes, begin_ns)
         if self._gpu_sender is not None or not last:
-            return due_ns
-        if not tensor.is_meta:
-            return sender.post(peer, channel, place.block, place.whole, at_ns=due_ns)
-        self._progress.after_work(sender.prepare(peer, channel, None, place.whole, at_ns=due_ns))
-        return due_ns
+            return begin_ns
+        return sender.post(peer, channel, place.block, place.whole)
 
     def receive(self, spec: TensorSpec, peer: int, channel: int, rows: Sequence[int] = ()) -> Finish:
         """Begin to receive a tensor from a rank; it arrives whole, in whatever parts it is sent."""
@@ -186,7 +162,7 @@ class ShmGroup:
             if (message.code, message.spec) != (code, spec):
                 raise disagreement(order, self._rank, own, root, message)
 
-        return self._expect(root, _COLLECTIVES, check)
+        return self._expect(root, COLLECTIVES, check)
 
     def gather(self, tensor: Tensor, spec: TensorSpec, dim: int, sizes: Sequence[int]) -> Finish:
         """Begin to gather the ranks' tensors along a dimension."""
@@ -208,11 +184,6 @@ class ShmGroup:
             for inbox in self._inboxes.values():
                 inbox.close()
 
-    def retimed(self) -> None:
-        """Publish the changed speeds of this rank's links; collectives in progress may use either speed."""
-        if self._sender is not None:
-            note_speed(self._sender.memory, len(self._links), self._emulated_links.slowest([*self._links.values()]))
-
     def check(self) -> int:
         """Return 0: waits are those of the host."""
         return 0
@@ -231,10 +202,7 @@ class ShmGroup:
             memory = self._inboxes[peer].memory
             assert memory is not None
             return self._gpu_sender.receive(expected, message, memory)
-        if self._accelerator.device.type != "meta":
-            return expected.take(message)
-        expected.give_back()
-        return torch.empty(message.spec.shape, dtype=DTYPES[message.spec.dtype], device="meta")
+        return expected.take(message)
 
     def _expect(self, peer: int, channel: int, check: Callable[[ShmMessage], None]) -> Finish:
         """Expect the next message of a channel, which is checked on arrival."""
@@ -249,7 +217,6 @@ class ShmGroup:
             except BaseException:
                 expected.give_back()
                 raise
-            wait_until(message.at_ns, self._progress)
             return ReceivedTensor(made, message.at_ns)
 
         return finish
@@ -260,24 +227,18 @@ class ShmGroup:
     def _peers(self) -> list[int]:
         return [peer for peer in range(self._size) if peer != self._rank]
 
-    def _write(self, tensors: Sequence[Tensor], spec: TensorSpec) -> MemoryBlock | None:
-        """Return a block with tensors concatenated; ``None`` if they have no elements."""
-        if tensors[0].is_meta:
-            return None
+    def _write(self, tensors: Sequence[Tensor], spec: TensorSpec) -> MemoryBlock:
+        """Return a block with tensors concatenated."""
         host = [self._accelerator.to_host(tensor) for tensor in tensors]
         return self._member(self._rank).write(host, spec.size_bytes)
 
     def _hand_on(self, tensors: Sequence[Tensor], spec: TensorSpec, code: int, peers: Sequence[int]) -> int:
         """Send tensors, one flat tensor for each, to some ranks; return the time at which the last of them has it."""
         sender = self._member(self._rank)
-        begin_ns = ends_ns = time.monotonic_ns()
         block = self._write(tensors, spec) if peers else None
         for peer in peers:
-            due_ns = (
-                self._emulated_links.send(self._links[peer], spec.size_bytes, begin_ns) if peer in self._links else 0
-            )
-            ends_ns = max(ends_ns, sender.post(peer, _COLLECTIVES, block, spec, code=code, at_ns=due_ns))
-        return ends_ns
+            sender.post(peer, COLLECTIVES, block, spec, code=code)
+        return time.monotonic_ns()
 
     def _start(
         self,
@@ -291,42 +252,24 @@ class ShmGroup:
         """Begin a collective with a result on this rank, and on all others unless it is for this rank alone."""
         sender = self._member(self._rank)
         self._order += 1
-        order = self._order
         block = self._write(tensors, spec)
-        if block is not None:
-            block.readers += 1  # this rank
-        now_ns = time.monotonic_ns()
+        block.readers += 1  # this rank
         for peer in [] if alone else self._peers:
-            sender.post(peer, _COLLECTIVES, block, spec, code=code, at_ns=now_ns)
-        own = ShmMessage(0, code, -1 if block is None else block.offset, now_ns, spec)
-        expected = {peer: self._inboxes[peer].expect(_COLLECTIVES) for peer in self._peers}
+            sender.post(peer, COLLECTIVES, block, spec, code=code)
+        own = ShmMessage(0, code, block.offset, 0, spec)
+        expected = {peer: self._inboxes[peer].expect(COLLECTIVES) for peer in self._peers}
         inboxes = [self._inboxes[rank] for rank in range(self._size)]
-        collective = ShmCollective(order, self._rank, own, block, inboxes, expected, self._drop)
-        if self._ring is not None and not alone:
-            self._running[order] = collective
+        collective = ShmCollective(self._order, self._rank, own, block, inboxes, expected, self._drop)
 
         def finish() -> ReceivedTensor:
             try:
                 messages = collective.messages(self._wait)
                 made = combine(collective, messages)
-                self._time(order)
             finally:
                 collective.give_back()
-            wait_until(max(message.at_ns for message in messages) if alone else collective.end_ns, self._progress)
             return ReceivedTensor(self._accelerator.to_device(made), time.monotonic_ns())
 
         return finish
-
-    def _time(self, order: int) -> None:
-        """Simulate all collectives on the ring up to one whose messages have arrived."""
-        while self._ring is not None and self._timed < order:
-            self._timed += 1
-            collective = self._running.get(self._timed)
-            if collective is not None:
-                messages = collective.messages(self._wait)
-                memories = [self._inboxes[rank].memory for rank in range(self._size)]
-                speeds = [speed_in(memory) for memory in memories if memory is not None]
-                collective.end_ns = self._ring.run([message.at_ns for message in messages], speeds, *_load(messages))
 
     def _drop(self, block: MemoryBlock) -> None:
         if self._sender is not None:
@@ -343,21 +286,13 @@ class ShmGroup:
 
     def _wait(self, expected: PendingReceive) -> ShmMessage:
         message = expected.find()
-        if message is not None:
-            self._require_time(message)
-            self._progress.came(message.at_ns)
-            return message
-        since_ns = self._progress.settle() or time.monotonic_ns()
-        with self._progress.wait():
-            message = expected.wait()
-        self._require_time(message)
-        self._progress.awaited(max(since_ns, message.at_ns))
-        return message
-
-    def _require_time(self, message: ShmMessage) -> None:
+        if message is None:
+            with self._progress.wait():
+                message = expected.wait()
         ahead_ns = message.at_ns - time.monotonic_ns()
         if message.at_ns < 0 or ahead_ns > _MOST_AHEAD_NS:
             raise RankLost(f"a message that arrives in {ahead_ns / 1e9:g} s; allowed: a day")
+        return message
 
     def _wait_for_room(self, begin_s: float) -> bool:
         """Wait a moment for readers to return memory; return whether there is patience left."""
@@ -380,10 +315,3 @@ class ShmGroup:
             raise RankLost(f"rank {rank} is waited for no longer: the group is given up")
         if time.monotonic() > begin_s + self._timeout_s:
             raise RankLost(f"rank {rank} did not come within {self._timeout_s:.0f} s")
-
-
-def _load(messages: Sequence[ShmMessage]) -> tuple[int, int]:
-    """Return the number of ring passes of a collective, and its bytes."""
-    if is_gather(messages[0].code):
-        return 1, sum(message.spec.size_bytes for message in messages)
-    return 2, messages[0].spec.size_bytes

@@ -31,7 +31,7 @@ SENT, RETURNED, CLOSED = 0, 8, 9  # words of a lane; the last two are written by
 FIRST_CELLS = 128  # offset in a lane: its first two cells
 CELL_BYTES = 256
 CHUNK_CELLS = 64
-NEXT_RETURNED, AT = 8, 40  # offsets in a cell
+NEXT_RETURNED = 8  # offset in a cell
 _FIELDS = 10
 DIMENSIONS = CELL_BYTES // 8 - _FIELDS
 """Most dimensions of a tensor."""
@@ -49,7 +49,7 @@ class ShmMessage(NamedTuple):
         cell: Offset of its header in the writer's memory.
         code: Purpose code; free for the user.
         offset: Offset of its elements; -1 for a message from a device without values.
-        at_ns: Arrival time on the monotonic clock.
+        at_ns: Time since which it is available, on the monotonic clock.
         spec: Spec of the tensor.
     """
 

@@ -18,25 +18,18 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from struct import Struct
 
 from onebox.errors import WireError
 from onebox.wire.protocol.groups import FormGroup
 from onebox.worker.comm.api import KeyValueStore, RankLost
-from onebox.worker.comm.emulated_links import LinkSpeed
 from onebox.worker.comm.shm.descriptors import DescriptorExchange
-from onebox.worker.comm.shm.layout import FREE, LEFT
+from onebox.worker.comm.shm.layout import LEFT
 from onebox.worker.comm.shm.segment import LEAST_BYTES, SPAN_BYTES, SharedMemory
 from onebox.worker.system.process_watch import ProcessWatch
 
 PATIENCE_S, PATIENCE_EACH_S = 10.0, 0.5
 """Longest wait for the descriptors of ranks known to be present: for those of a small group, and more for each rank, as
 each sends its own to all others."""
-
-_SPEED = Struct("=q2d")
-"""Number of a rank's emulated links, and the speed of the slowest; in the free words of its control page."""
-
-_SLOWEST = 1e18
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _SPACES = ("user", "pid", "net")
@@ -77,28 +70,6 @@ class ShmPeers:
     paged: bool = False
     apart: tuple[tuple[int, str], ...] = ()
     whole: bool = False
-
-    @property
-    def emulated(self) -> bool:
-        """True if any of them has emulated links."""
-        return any(_SPEED.unpack_from(memory.map, 8 * FREE)[0] for memory in self.memories.values())
-
-
-def speed_in(memory: SharedMemory) -> LinkSpeed:
-    """Return the speed of a rank's slowest link, from its memory.
-
-    Raises:
-        WireError: The memory holds none.
-    """
-    latency_ns, ns_per_byte = _SPEED.unpack_from(memory.map, 8 * FREE)[1:]
-    if not (0 <= latency_ns < _SLOWEST and 0 <= ns_per_byte < _SLOWEST):
-        raise WireError(f"a link of {latency_ns} ns and {ns_per_byte} ns for a byte; allowed: 0 to {_SLOWEST:g}")
-    return LinkSpeed(latency_ns, ns_per_byte)
-
-
-def note_speed(memory: SharedMemory, links: int, speed: LinkSpeed) -> None:
-    """Publish the number of this rank's emulated links, and the speed of the slowest, in its memory."""
-    _SPEED.pack_into(memory.map, 8 * FREE, links, speed.latency_ns, speed.ns_per_byte)
 
 
 @dataclass(frozen=True)
@@ -162,7 +133,6 @@ def find_shm_peers(form: FormGroup, keys: KeyValueStore, *, paged: bool = False,
         WireError: Another rank published invalid data.
     """
     own = SharedMemory.make()
-    note_speed(own, len(form.links), LinkSpeed.slowest([LinkSpeed.of(link) for link in form.links]))
     memories = {form.rank: own}
     try:
         near, came = _exchange(form, keys, own, paged, sharing_key)

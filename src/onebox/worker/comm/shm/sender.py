@@ -16,7 +16,6 @@ from onebox.wire import TensorSpec
 from onebox.worker.comm.api import RankLost, RowRange
 from onebox.worker.comm.shm.arena import ALIGN, Arena, MemoryBlock
 from onebox.worker.comm.shm.layout import (
-    AT,
     CELL_BYTES,
     CHUNK_CELLS,
     CLOSED,
@@ -185,7 +184,7 @@ class ShmSender:
     def post(
         self, peer: int, channel: int, block: MemoryBlock | None, spec: TensorSpec, *, code: int = 0, at_ns: int = 0
     ) -> int:
-        """Send a block to a reader; return its arrival time.
+        """Send a block to a reader; return the time at which it is available.
 
         Args:
             peer: The reader.
@@ -193,15 +192,7 @@ class ShmSender:
             block: The elements; ``None`` for a message without.
             spec: Spec of the tensor; see :func:`check_dimensions`.
             code: Purpose code for the reader.
-            at_ns: Arrival time, if later than now.
-        """
-        with self._lock:
-            return self.prepare(peer, channel, block, spec, code=code, at_ns=at_ns)()
-
-    def prepare(
-        self, peer: int, channel: int, block: MemoryBlock | None, spec: TensorSpec, *, code: int = 0, at_ns: int = 0
-    ) -> Callable[[], int]:
-        """Do all of :meth:`post` but what the reader sees; return the rest, to be called before the next message.
+            at_ns: That time; now by default.
 
         Raises:
             RankLost: The reader breaks the rules of this memory.
@@ -216,18 +207,13 @@ class ShmSender:
             lane.held[cell] = block
             offset = -1 if block is None else block.offset
             dtype = TYPE_CODES[spec.dtype]
+            sent_ns = at_ns or time.monotonic_ns()
             HEADERS[len(shape)].pack_into(
-                memory.map, cell, lane.cell, 0, channel, code, offset, at_ns, dtype, len(shape), 0, 0, *shape
+                memory.map, cell, lane.cell, 0, channel, code, offset, sent_ns, dtype, len(shape), 0, 0, *shape
             )
-
-        def send() -> int:
-            sent_ns = max(at_ns, time.monotonic_ns())
-            NUMBER.pack_into(memory.map, cell + AT, sent_ns)
             lane.sent += 1
             memory.publish(lane.word + SENT, lane.sent)
-            return sent_ns
-
-        return send
+        return sent_ns
 
     def drop(self, block: MemoryBlock) -> None:
         """Record that a reader is done with a block."""

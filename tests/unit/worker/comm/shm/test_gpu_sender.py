@@ -262,4 +262,3 @@ def test_pages_that_a_driver_knows_stay_until_the_group_is_left() -> None:
 
 def test_only_accelerators_have_a_copier() -> None:
     assert shm_copier_for(accelerator_for("cpu")) is None
-    assert shm_copier_for(accelerator_for("meta")) is None

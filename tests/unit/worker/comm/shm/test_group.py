@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import math
 import random
 import threading
 import time
@@ -17,8 +16,6 @@ from torch import Tensor
 
 from onebox.errors import WireError
 from onebox.wire import DTYPES, TensorSpec, spec_of
-from onebox.wire.protocol.groups import EmulatedLink
-from onebox.worker.accelerator import accelerator_for
 from onebox.worker.comm.api import Finish, RankLost, RowRange
 from onebox.worker.comm.shm.group import ShmGroup
 from onebox.worker.comm.shm.rendezvous import _Card, shm_domain
@@ -28,9 +25,6 @@ from tests.kit import leaks
 from tests.unit.ranks import run_ranks
 
 pytestmark = pytest.mark.skipif(not supported(), reason="groups through shared memory need Linux on x86-64")
-
-META = torch.device("meta")
-SIM = accelerator_for("meta")
 
 COMPARED = [name for name in DTYPES if name != "complex32"]
 """The element types that PyTorch can compare."""
@@ -548,99 +542,3 @@ def test_what_is_not_the_part_that_is_due_is_not_sent(rows: list[int], data: st.
     if len(rows) > 1:
         with pytest.raises(WireError, match="is due"):
             region_of(whole, None, region_of(TensorSpec("int16", (rows[0], 3)), RowRange(whole, 0), None))
-
-
-# ---- emulated links, and devices that do not compute
-
-
-def test_a_letter_across_an_emulated_link_is_not_there_before_its_time() -> None:
-    """The second queues behind the first; another rank's, and the way back, are not held up."""
-    latency_s, bandwidth_bps, count = 0.02, 1e6, 20_000
-    spec = TensorSpec("uint8", (count,))
-    slow = {0: [EmulatedLink(1, 0, latency_s, bandwidth_bps)]}
-
-    def rank(number: int, group: ShmGroup) -> list[int]:
-        times = []
-        if number == 0:
-            begin_ns = time.monotonic_ns()
-            times = [group.send(torch.zeros(count, dtype=torch.uint8), peer, 0) - begin_ns for peer in (1, 1, 2)]
-            times.append(time.monotonic_ns() - begin_ns)
-            group.receive(spec, 1, 0)()
-        elif number == 1:
-            times = [group.send(torch.zeros(count, dtype=torch.uint8), 0, 0) - time.monotonic_ns()]
-            for _ in range(2):
-                arrived = group.receive(spec, 0, 0)()
-                assert time.monotonic_ns() >= arrived.at_ns
-                times.append(arrived.at_ns)
-        else:
-            group.receive(spec, 0, 0)()
-        return times
-
-    (first, second, third, over), (back, came, later), _ = run_ranks(3, rank, links=slow)
-    one_ns, latency_ns = 1e9 * count / bandwidth_bps, 1e9 * latency_s
-    assert one_ns + latency_ns <= first < second
-    assert second >= 2 * one_ns + latency_ns
-    assert later - came >= one_ns - 2
-    assert third <= over
-    assert back <= 0
-
-
-@pytest.mark.parametrize("kind", ["sum", "gather"])
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_collectives_take_as_long_as_on_a_ring(kind: str, device: str) -> None:
-    ranks, latency_s, bandwidth_bps, count = 3, 0.002, 1e7, 60_000  # one of the links is slow
-    links = {1: [EmulatedLink(2, 5, latency_s, bandwidth_bps)]}
-
-    def rank(number: int, group: ShmGroup) -> tuple[int, int]:
-        begin_ns = time.monotonic_ns()
-        if kind == "sum":
-            finish = group.reduce([torch.zeros(count, dtype=torch.uint8, device=device)])
-        else:
-            own = torch.zeros(count // ranks, dtype=torch.uint8, device=device)
-            finish = group.gather(own, TensorSpec("uint8", (count,)), 0, [count // ranks] * ranks)
-        arrived = finish()
-        assert arrived.tensor.device.type == device
-        assert arrived.tensor.shape == (count,)
-        return begin_ns, arrived.at_ns
-
-    passes = 2 if kind == "sum" else 1
-    cost_ns = 1e9 * passes * (ranks - 1) * (count / ranks / bandwidth_bps + latency_s)
-    times = run_ranks(ranks, rank, links=links, devices=[accelerator_for(device)] * ranks)
-    last_ns = max(begin for begin, _ in times)
-    assert min(end for _, end in times) >= last_ns + math.floor(cost_ns)
-
-
-def test_devices_that_do_not_compute_send_no_elements() -> None:
-    spec = TensorSpec("float32", (1 << 40,))
-
-    def rank(number: int, group: ShmGroup) -> None:
-        group.send(torch.empty(spec.shape, device=META), 1 - number, 0)
-        came = group.receive(spec, 1 - number, 0)().tensor
-        assert came.is_meta
-        assert spec_of(came) == spec
-        group.send(torch.empty(3, device=META), 1 - number, 0)
-        with pytest.raises(WireError, match=r"sent float32\[3\]"):
-            group.receive(spec, 1 - number, 0)()
-        group.reduce([torch.empty(2, device=META)])
-        wait = group.reduce([torch.empty(2 + number, device=META)])
-        with pytest.raises(WireError, match="disagree"):
-            wait()
-
-    run_ranks(2, rank, devices=[SIM] * 2)
-
-
-def test_a_device_that_computes_cannot_use_what_has_no_elements() -> None:
-    spec = TensorSpec("float32", (2,))
-
-    def rank(number: int, group: ShmGroup) -> bool:
-        mine = torch.ones(2, device="cpu" if number else "meta")
-        group.send(mine, 1 - number, 0)
-        finishes = group.receive(spec, 1 - number, 0), group.reduce([mine])
-        if number == 0:
-            return all(finish().tensor.is_meta for finish in finishes)
-        for finish in finishes:
-            with pytest.raises(WireError, match="does not compute"):
-                finish()
-        return True
-
-    assert all(run_ranks(2, rank, devices=[SIM, accelerator_for("cpu")]))

@@ -14,11 +14,10 @@ from onebox.wire import DTYPES, TensorSpec, overload
 from onebox.wire.protocol.groups import FormGroup
 from onebox.worker.accelerator import accelerator_for
 from onebox.worker.comm.api import RankLost
-from onebox.worker.comm.emulated_links import EmulatedLinks, LinkSpeed
 from onebox.worker.comm.shm.group import ShmGroup
-from onebox.worker.comm.shm.layout import DIMENSIONS, FREE, HEADER, LEFT, NEXT_RETURNED, RETURNED, SENT, lane_start
+from onebox.worker.comm.shm.layout import DIMENSIONS, HEADER, LEFT, NEXT_RETURNED, RETURNED, SENT, lane_start
 from onebox.worker.comm.shm.receiver import ShmReceiver
-from onebox.worker.comm.shm.rendezvous import ShmPeers, note_speed, speed_in
+from onebox.worker.comm.shm.rendezvous import ShmPeers
 from onebox.worker.comm.shm.segment import SharedMemory, supported
 from onebox.worker.comm.shm.sender import ShmSender
 from onebox.worker.memory.shared import LENT_STORAGES
@@ -193,21 +192,27 @@ def test_elements_that_lead_to_addresses_are_copied_before_they_are_checked(name
     assert storage not in LENT_STORAGES
 
 
-@pytest.mark.parametrize("speed", [(float("nan"), 0.0), (-1.0, 0.0), (0.0, float("inf")), (1e300, 0.0)])
-def test_a_link_has_a_speed_that_can_be_emulated(speed: tuple[float, float]) -> None:
-    memory = SharedMemory.make()
-    note_speed(memory, 1, LinkSpeed(1.0, 2.0))
-    assert speed_in(memory) == LinkSpeed(1.0, 2.0)
-    struct.pack_into("=q2d", memory.map, 8 * FREE, 1, *speed)
-    with pytest.raises(WireError, match="allowed: 0 to 1e"):
-        speed_in(memory)
+def test_what_another_worker_can_change_is_not_divided_in_place() -> None:
+    """It could become the least integer after the check, of which the quotient by -1 ends a process."""
+    pair = Pair()
+    pair.post(torch.zeros(LARGE.shape), LARGE)
+    lent = pair.receive()
+    operator = overload("aten.floor_divide_.Tensor")
+    divide = guarded(operator, operator)
+    with pytest.raises(
+        WireError, match=r"floor_divide_.Tensor: self is in memory that other workers can write; allowed"
+    ):
+        divide(lent.view(torch.int32), torch.tensor(-1, dtype=torch.int32))
+    own = lent.view(torch.int32).clone()
+    assert divide(own, torch.tensor(-1, dtype=torch.int32)) is own
+    del lent
 
 
 @pytest.mark.parametrize("at_ns", [-1, 1 << 62])
 def test_no_message_is_of_before_all_time_or_of_after_the_next_day(at_ns: int) -> None:
     own, other = SharedMemory.make(), SharedMemory.make()
     form = FormGroup(1, 1, 2, "tcp", "127.0.0.1", 5.0, True)
-    group = ShmGroup(form, ShmPeers({0: other, 1: own}, {}), accelerator_for("cpu"), WorkerProgress(), EmulatedLinks())
+    group = ShmGroup(form, ShmPeers({0: other, 1: own}, {}), accelerator_for("cpu"), WorkerProgress())
     sender = ShmSender(other, 2)
     cell = lane_start(1) + 128
     sender.post(1, 0, sender.write([torch.ones(4)], 16), SMALL)

@@ -17,9 +17,7 @@ from onebox.errors import WireError
 from onebox.wire import TensorSpec, spec_of
 from onebox.wire.protocol.groups import FormGroup
 from onebox.wire.protocol.responses import Joined
-from onebox.worker.accelerator import accelerator_for
 from onebox.worker.comm.api import RankLost, WorkerGroup
-from onebox.worker.comm.emulated_links import EmulatedLinks
 from onebox.worker.comm.hybrid import HybridGroup
 from onebox.worker.comm.manager import form_group
 from onebox.worker.comm.shm import rendezvous
@@ -53,7 +51,7 @@ def run(places: str, rank: Callable[[int, WorkerGroup], Any], *, owners: str = "
         PLACE.name = places[number]
         form = FormGroup(3, number, len(places), "tcp", "127.0.0.1", 20.0, True)
         key = owners[number : number + 1].encode()
-        group = form_group(form, hub.channel(number), HOST, WorkerProgress(), EmulatedLinks(), sharing_key=key)
+        group = form_group(form, hub.channel(number), HOST, WorkerProgress(), sharing_key=key)
         try:
             return rank(number, group)
         finally:
@@ -194,19 +192,6 @@ def test_ranks_that_cannot_hand_over_memory_use_sockets_and_say_so(
     ]
 
 
-def test_devices_that_do_not_compute_need_one_host_and_so_do_emulated_links() -> None:
-    hub = Hub()
-
-    def one(number: int) -> None:
-        PLACE.name = "ab"[number]
-        form = FormGroup(3, number, 2, "tcp", "127.0.0.1", 20.0, True)
-        with pytest.raises(RankLost, match="can only be in a group of one agent"):
-            form_group(form, hub.channel(number), accelerator_for("meta"), WorkerProgress(), EmulatedLinks())
-
-    with ThreadPoolExecutor(2) as threads:
-        list(threads.map(one, range(2)))
-
-
 @pytest.mark.parametrize(
     ("said", "complaint"),
     [
@@ -237,7 +222,7 @@ def test_a_rank_whose_process_has_ended_is_lost() -> None:
 
 
 def test_nothing_stays_behind_of_a_group_in_two_places() -> None:
-    run("aab", lambda number, group: None)  # what Gloo opens once and for all
+    run("aab", lambda number, group: None)  # what is opened once and for all
     with nothing_left():
         run("aab", lambda number, group: [spec_of(came) for _, _, came in swap(group, number, 3)])
 

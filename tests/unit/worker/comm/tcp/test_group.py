@@ -16,7 +16,6 @@ from torch import Tensor
 from onebox.wire import TensorSpec, spec_of
 from onebox.wire.protocol.groups import FormGroup
 from onebox.worker.comm.api import RankLost, WorkerGroup
-from onebox.worker.comm.emulated_links import EmulatedLinks
 from onebox.worker.comm.manager import form_group
 from onebox.worker.comm.tcp import group as tcp_group
 from onebox.worker.comm.tcp.group import SHARED_BYTES, TcpGroup
@@ -83,7 +82,7 @@ def test_sums_have_the_same_bits_however_ranks_are_divided_among_hosts(hosts: st
     def one(number: int) -> list[Tensor]:
         form = FormGroup(3, number, size, "tls", HERE, 20.0, True)
         key = hosts[number].encode() * 32
-        group = form_group(form, hub.channel(number), HOST, WorkerProgress(), EmulatedLinks(), sharing_key=key)
+        group = form_group(form, hub.channel(number), HOST, WorkerProgress(), sharing_key=key)
         try:
             begun = [group.reduce([each[number]]) for each in parts.values()]
             found = [finish().tensor.clone() for finish in reversed(begun)][::-1]

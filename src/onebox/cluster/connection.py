@@ -11,9 +11,9 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+from onebox.cluster.spec import GPU_MEMORY, RayNode
 from onebox.errors import PoolError, UsageError
 from onebox.extras import import_extra
-from onebox.pool.backends.ray.ray_spec import GPU_MEMORY, RayNode
 from onebox.sizes import parse_size
 
 REACH_S = 5.0

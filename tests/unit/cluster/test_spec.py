@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onebox.errors import UsageError
-from onebox.pool.backends.ray.ray_spec import (
+from onebox.cluster.spec import (
     Bundle,
     RayNode,
     RayRequest,
@@ -24,8 +23,9 @@ from onebox.pool.backends.ray.ray_spec import (
     parse_ray,
     selectors,
 )
+from onebox.errors import UsageError
 
-PAGE = Path(__file__).parents[5] / "docs" / "how-to" / "clusters.md"
+PAGE = Path(__file__).parents[3] / "docs" / "how-to" / "clusters.md"
 
 PARTS = {"cuda", "cpu", "pack", "spread", "type", "memory", "threads", "wait"}
 

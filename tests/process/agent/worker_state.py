@@ -1,5 +1,5 @@
-"""A program that prints, as JSON, what a fork server and its worker are, for a fork server that was started and for one
-that a zygote has forked; its argument is the user of both, if they have one of their own.
+"""A program that prints, as JSON, what a worker is that was started from scratch, and one that a zygote has forked; its
+argument is the user of both, if they have one of their own.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import IO, Any
 
 from onebox.pool.errors import WorkerLocation
-from onebox.pool.launch.fork_server import ForkedWorker, ForkServerProcess, ZygoteProcess, worker_environment
 from onebox.pool.launch.worker_process import WorkerProcess
 from onebox.pool.launch.worker_user import WorkerUser
+from onebox.pool.launch.zygotes import ForkedWorker, ZygoteProcess, worker_environment
 from onebox.wire import new_keys
 from onebox.worker import WorkerConfig
 from tests.kit.waiting import until
@@ -25,7 +25,7 @@ WAIT_S = 60.0
 
 PATCH = """
 import sys
-if {"onebox.worker.process.fork_server", "onebox.worker.process.zygote"} & {*sys.orig_argv}:
+if {"onebox.worker", "onebox.worker.process.zygote"} & {*sys.orig_argv}:
     import os, socket
     import onebox.worker.process.main as module
 
@@ -83,15 +83,15 @@ STATUS = (
 
 
 class Spawner:
-    """Forks workers of one fork server, whatever their environment."""
+    """Forks workers of one zygote, whatever their environment."""
 
-    def __init__(self, server: ForkServerProcess) -> None:
-        self._server = server
+    def __init__(self, zygote: ZygoteProcess) -> None:
+        self._zygote = zygote
 
     def spawn_worker(
         self, environment: Mapping[str, str], stderr: IO[bytes], account: WorkerUser | None
-    ) -> ForkedWorker | None:
-        return self._server.spawn_worker(stderr)
+    ) -> ForkedWorker:
+        return self._zygote.fork_worker(stderr, account)
 
 
 def main() -> None:
@@ -100,18 +100,15 @@ def main() -> None:
     zygote = ZygoteProcess(environment, users=account is not None)
     assert zygote.wait_ready(WAIT_S), zygote.last_words()
     found = {"zygote": state(zygote.pid)}
-    for name, source in (("started", None), ("forked", zygote)):
-        server = ForkServerProcess(environment, account, source)
-        assert server.wait_ready(WAIT_S), server.last_words()
+    for name in ("started", "forked"):
         keys = new_keys()
         config = WorkerConfig("cpu", 1, keys.public, keys.secret, keys.public, quota_bytes=1 << 26, owner=os.getpid())
         place = WorkerLocation(worker=0, host="localhost", device="cpu")
-        worker = WorkerProcess(place, config, account, Spawner(server))
+        worker = WorkerProcess(place, config, account, None if name == "started" else Spawner(zygote))
         worker.ports()
         until(lambda: "serving" in worker.last_words())  # noqa: B023 - it is called at once
-        found[name] = {"server": state(server.pid), "worker": state(worker.pid), "words": worker.last_words()}
+        found[name] = {**state(worker.pid), "words": worker.last_words()}
         worker.close(grace_s=0.0)
-        server.close()
     print(json.dumps(found))
     zygote.close()
 

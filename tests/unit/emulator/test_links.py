@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from onebox.emulator.links import EmulatedLinks, EmulatedRing, LinkSpeed
 from onebox.errors import WireError
 from onebox.wire.protocol.groups import EmulatedLink
-from onebox.worker.comm.emulated_links import EmulatedLinks, EmulatedRing, LinkSpeed
 
 SLOW = LinkSpeed(latency_ns=1000.0, ns_per_byte=2.0)
 PEER = 7

@@ -1,7 +1,7 @@
-"""Devices of a Ray cluster: Ray allocates, starts and monitors; instructions and tensors bypass it.
+"""Devices of a Ray cluster: Ray allocates them and starts their agents; instructions and tensors bypass it.
 
-Each device has an actor in one placement group, and the worker is the actor's child process. The instructions go over
-onebox's own channel, from this process to each node's address; tensors go from worker to worker.
+Each device has an actor in one placement group, which runs an agent for it. From there on all is as with the agents of
+other hosts: leases, workers, their ends, and the encrypted channels to them.
 """
 
 from __future__ import annotations
@@ -11,17 +11,15 @@ import dataclasses
 import secrets
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
 
-from onebox.errors import PoolError
-from onebox.pool.backends.base import WorkerHandle
-from onebox.pool.backends.compatibility import agree, describe, own_versions
-from onebox.pool.backends.ray import ray_connection
-from onebox.pool.backends.ray.actor import Launched, LaunchRequest, NodeReport, WorkerActor
-from onebox.pool.backends.ray.ray_connection import error_summary
-from onebox.pool.backends.ray.ray_spec import (
+from onebox.cluster import connection
+from onebox.cluster.actor import AgentActor, NodeReport, ServeRequest, Serving
+from onebox.cluster.connection import error_summary
+from onebox.cluster.spec import (
     Bundle,
     bundles,
     describe_bundles,
@@ -31,14 +29,20 @@ from onebox.pool.backends.ray.ray_spec import (
     parse_ray,
     selectors,
 )
-from onebox.pool.backends.ray.ray_workers import ActorMonitor, RayWorker
-from onebox.pool.errors import WorkerLocation
+from onebox.errors import PoolError
+from onebox.pool.backends.agents.agent_connection import AgentConnection
+from onebox.pool.backends.agents.agent_source import AgentSource, acquire_all, client_name
+from onebox.pool.backends.base import WorkerHandle
+from onebox.pool.backends.compatibility import agree, describe, own_versions
+from onebox.pool.spec import AgentPart
+from onebox.sizes import Budgets
+from onebox.wire import new_keys
 from onebox.wire.clean_text import clean
 from onebox.worker import SHARING_KEY_BYTES, START_S
 
 RESTARTS = -1
-"""Ray restarts a failed actor without limit, on another node where its own is gone. A restarted actor has no worker: it
-waits, with its share of the placement group, for a launch request."""
+"""Ray restarts a failed actor without limit, on another node where its own is gone. A restarted actor has no agent: it
+waits, with its share of the placement group, to be asked for one."""
 
 ROOM_S = 30.0
 """How long the cluster may take to find room on another node for the actor of a node that it knows to be dead."""
@@ -47,9 +51,6 @@ _AGAIN_S = 0.25
 
 _LOOK_S = 5.0
 """Interval of the checks whether an actor that does not answer has been scheduled at all."""
-
-_CALLS = 4
-"""Concurrent methods of an actor: a start, a poll of the worker, and two in reserve."""
 
 
 class RaySource:
@@ -68,8 +69,9 @@ class RaySource:
         self._request = parse_ray(spec, threads=threads, memory_bytes=memory_bytes)
         self._ray: Any = None
         self._group: Any = None
-        self._watch: ActorMonitor | None = None
+        self._keys = new_keys()
         self._actors: list[Any] = []
+        self._agents: list[AgentSource] = []
         self._sharing_key = secrets.token_hex(SHARING_KEY_BYTES)
         self._bundles: list[Bundle] = []
         self._nodes: dict[int, NodeReport] = {}
@@ -85,23 +87,33 @@ class RaySource:
         """
         self._first = first
         try:
-            self._ray = ray_connection.connect(self._request.address)
+            self._ray = connection.connect(self._request.address)
             self._settle()
-            return self._launch(range(len(self._bundles)), client_key, START_S)
+            self._agents = self._serve(range(len(self._bundles)))
+            acquire_all(self._agents, client_key, wait=False)
+            return [one for number, agent in enumerate(self._agents, first) for one in agent.start(number, client_key)]
         except BaseException:
             self.close()
             raise
 
     def replace(self, number: int, client_key: str) -> tuple[WorkerHandle, str] | None:
-        """Start a worker in the place of one that has ended, on the node to which Ray has moved its actor.
+        """Start a worker in the place of one that has ended: by its agent or, where that is gone, by the one that its
+        actor runs on the node to which Ray has moved it.
 
         Raises:
             PoolError: There is no room for its actor within ``ROOM_S``, or the actor is not restarted in time because
                 its node is out of reach.
         """
-        if self._ray is None or not self._first <= number < self._first + len(self._actors):
+        index = number - self._first
+        if self._ray is None or not 0 <= index < len(self._agents):
             return None
-        [one] = self._launch([number - self._first], client_key, START_S)
+        replaced = self._agents[index].replace(number, client_key)
+        if replaced is not None:
+            return replaced
+        self._agents[index].close()  # it is gone, and its actor perhaps on another node
+        [self._agents[index]] = self._serve([index])
+        acquire_all(self._agents[index : index + 1], client_key, wait=False)
+        [one] = self._agents[index].start(number, client_key)
         return one
 
     def connected(self) -> None:
@@ -109,14 +121,13 @@ class RaySource:
 
     def close(self) -> None:
         """End the actors, free the reservation and disconnect from the cluster. Idempotent."""
-        if self._watch is not None:
-            self._watch.stop()
-            self._watch = None
+        for agent in self._agents:
+            agent.close()
         ray, self._ray = self._ray, None
         if ray is None:
             return
         self._give_back(ray)
-        ray_connection.disconnect()
+        connection.disconnect()
 
     # ---- placement
 
@@ -153,7 +164,7 @@ class RaySource:
         """Create the placement group, and wait until the cluster has room for it."""
         found = [
             dataclasses.replace(node, gpu_bytes=self._small.get(node.id, node.gpu_bytes))
-            for node in ray_connection.nodes(self._ray)
+            for node in connection.nodes(self._ray)
         ]
         self._bundles = bundles(self._request, found)
         where = selectors(self._bundles, self._request, found)
@@ -176,7 +187,7 @@ class RaySource:
         strategy = self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
             self._group, placement_group_bundle_index=number
         )
-        kind = self._ray.remote(WorkerActor)
+        kind = self._ray.remote(AgentActor)
         memory = bundle.resources.get("memory", 0)
         return kind.options(
             num_cpus=bundle.resources["CPU"],
@@ -184,44 +195,45 @@ class RaySource:
             memory=memory or None,
             scheduling_strategy=strategy,
             max_restarts=RESTARTS,
-            max_concurrency=_CALLS,
         ).remote()
 
-    # ---- workers
+    # ---- agents
 
-    def _launch(self, which: Sequence[int], client_key: str, limit_s: float) -> list[tuple[WorkerHandle, str]]:
-        """Start the workers of some actors."""
-        end_s = time.monotonic() + limit_s
+    def _serve(self, which: Sequence[int]) -> list[AgentSource]:
+        """Start the agents of some actors, which have no connection yet."""
+        end_s = time.monotonic() + START_S
         self._find(which, end_s)
         names = host_names([(node.host, node.address) for node in self._nodes.values()])
         hosts = dict(zip(self._nodes, names, strict=True))
-        orders = {number: self._order(number, hosts[number], client_key) for number in which}
-        said = self._gather(which, lambda number: self._actors[number].launch.remote(orders[number]), end_s)
-        launched = {number: msgspec.json.decode(text, type=Launched) for number, text in said.items()}
-        handles = [
-            RayWorker(self._ray, self._actors[number], self._place(number, hosts[number]), self._nodes[number], one)
-            for number, one in launched.items()
+        orders = {number: self._order(number) for number in which}
+        said = self._gather(which, lambda number: self._actors[number].serve.remote(orders[number]), end_s)
+        return [
+            self._source(number, hosts[number], clean(msgspec.json.decode(said[number], type=Serving)))
+            for number in which
         ]
-        if self._watch is None:
-            self._watch = ActorMonitor(self._ray)
-        self._watch.add(handles)
-        return list(zip(handles, (one.key for one in launched.values()), strict=True))
+
+    def _source(self, number: int, host: str, serving: Serving) -> AgentSource:
+        address, bundle = self._nodes[number].address, self._bundles[number]
+        address = f"[{address}]" if ":" in address else address
+        part = AgentPart(
+            address=f"{address}:{serving.port}",
+            devices=(_device(bundle),),
+            threads=bundle.threads,
+            memory=Budgets(every=self._request.memory_bytes),
+        )
+        connect = partial(AgentConnection, key=serving.key, mine=self._keys, client=client_name(), host=host)
+        return AgentSource(part, connect=connect)
+
+    def _order(self, number: int) -> str:
+        bundle = self._bundles[number]
+        order = ServeRequest(self._keys.public, _device(bundle), bundle.threads, self._sharing_key)
+        return msgspec.json.encode(order).decode()
 
     def _find(self, which: Sequence[int], end_s: float) -> None:
         """Query the actors' nodes."""
         for number, text in self._gather(which, lambda number: self._actors[number].find.remote(), end_s).items():
             self._nodes[number] = clean(msgspec.json.decode(text, type=NodeReport))
             self._check(number)
-
-    def _place(self, number: int, host: str) -> WorkerLocation:
-        device = "cuda:0" if self._bundles[number].kind == "cuda" else "cpu"
-        return WorkerLocation(worker=self._first + number, host=host, device=device)
-
-    def _order(self, number: int, host: str, client_key: str) -> str:
-        place = self._place(number, host)
-        threads, quota_bytes = self._bundles[number].threads, self._request.memory_bytes
-        order = LaunchRequest(place.worker, host, place.device, threads, client_key, quota_bytes, self._sharing_key)
-        return msgspec.json.encode(order).decode()
 
     def _gather(self, which: Sequence[int], ask: Callable[[int], Any], end_s: float) -> dict[int, str]:
         """Call all actors at once, and return their answers."""
@@ -267,7 +279,7 @@ class RaySource:
         try:
             if self._group.wait(limit_s):
                 return
-            has = describe_nodes(ray_connection.nodes(self._ray))
+            has = describe_nodes(connection.nodes(self._ray))
         except (self._ray.exceptions.RayError, ConnectionError) as error:
             raise PoolError(
                 f"the Ray cluster does not say whether it has room for {named}: {error_summary(error)}"
@@ -287,3 +299,8 @@ class RaySource:
                 f"worker {self._first + number} would run on {node.host} ({node.address}), which has "
                 f"{describe(node.versions)}; this client has {describe(own_versions())}: install the same on both sides"
             )
+
+
+def _device(bundle: Bundle) -> str:
+    """Return the name of a bundle's device for the actor's process, to which Ray shows one GPU."""
+    return "cuda:0" if bundle.kind == "cuda" else "cpu"

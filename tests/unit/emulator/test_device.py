@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-import os
 import subprocess
 import sys
-import threading
 import time
 
 import pytest
@@ -15,16 +13,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from onebox.cost import ACCELERATOR_BPS
+from onebox.emulator.clock import DeviceClock
+from onebox.emulator.device import MEMORY_BYTES, EmulatedDevice, EmulatedProgram
+from onebox.emulator.optimizer import EmulatedOptimizer
 from onebox.errors import UsageError, WireError
 from onebox.wire import Many, Operator, Program, SlotArgument, TensorSpec, spec_of, with_deaths
 from onebox.wire.protocol.groups import Retime
-from onebox.wire.protocol.instructions import Ask, Call, Free, Get, OptimizerStep, Options, Send
+from onebox.wire.protocol.instructions import Ask, Call, Evict, Free, Get, Offload, OptimizerStep, Options, Prefetch
 from onebox.wire.protocol.requests import Define, OptimizerSpec, Put, Routine, Run, StoredProgram
 from onebox.wire.protocol.responses import Digest, OptimizerState, Scalars, WorkerMemory
 from onebox.wire.protocol.snapshots import StateEntry
-from onebox.worker import progress as module
 from onebox.worker.device import ComputeDevice
-from onebox.worker.emulated import MEMORY_BYTES, EmulatedDevice, EmulatedOptimizer, EmulatedProgram, wake_promptly
 from onebox.worker.memory.buffers import BufferStore, Poisoned
 from onebox.worker.memory.host import HostMemory
 from onebox.worker.optimizer.native import ALLOWED, NativeOptimizer
@@ -46,80 +46,70 @@ def rig() -> Rig:
     return rig
 
 
-@pytest.fixture
-def slept(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Until when it was to sleep; it does not."""
-    until_ns: list[int] = []
-    monkeypatch.setattr(module, "sleep_until", until_ns.append)
-    return until_ns
-
-
 # ---- time
 
 
+def lasted_ns(rig: Rig) -> list[int]:
+    """Return how long each instruction of the last run took."""
+    return [end - start for start, end in zip(rig.times_ns[::2], rig.times_ns[1::2], strict=True)]
+
+
 @pytest.mark.parametrize(("speed", "lasts_ns"), [(1.0, 2_000_000_000), (0.5, 4_000_000_000), (4.0, 500_000_000)])
-def test_work_lasts_what_it_costs_at_the_devices_speed(slept: list[int], speed: float, lasts_ns: int) -> None:
-    progress, start_ns = WorkerProgress(), time.monotonic_ns()
-    EmulatedDevice(speed).pace(start_ns, 2.0, progress)
-    progress.settle()
-    assert slept == [start_ns + lasts_ns]
-
-
-def test_calls_and_steps_of_an_optimizer_sleep_and_nothing_else_does(slept: list[int], rig: Rig) -> None:
+def test_calls_and_steps_of_an_optimizer_last_what_they_cost_and_nothing_else_does(speed: float, lasts_ns: int) -> None:
+    rig = Rig(device=EmulatedDevice(speed))
+    rig.put(b1=X)
     rig.do(
-        Define(101, StoredProgram(RELU, 0.25)),
-        Define(102, OptimizerSpec("Adam", (((0,), {"lr": 1.0}),), (1,), (), 0.5)),
+        define(100, RELU),
+        Define(101, StoredProgram(RELU, 2.0)),
+        Define(102, OptimizerSpec("Adam", (((0,), {"lr": 1.0}),), (1,), (), 2.0)),
     )
-    rig.do(Call(100, (1,), (2,)), Free((2,)))
-    assert slept == [], "what costs nothing takes no time"
-    rig.do(Call(101, (1,), (2,)))
-    rig.do(OptimizerStep(102, (2,)), OptimizerStep(102, (2,)))
-    assert len(slept) == 3
-    assert 0.2e9 < slept[1] - slept[0] < 10e9
+    steps = (Call(100, (1,), (2,)), Call(101, (1,), (3,)), Free((2,)), Ask("scalars", ()), OptimizerStep(102, (3,)))
+    rig.do(Define(103, Routine(steps, 0)))
+    begin_ns = time.monotonic_ns()
+    rig.do(Run(103, trace=True))
+    assert rig.failures == []
+    assert lasted_ns(rig) == [0, lasts_ns, 0, 0, lasts_ns]
+    assert begin_ns <= rig.times_ns[0] <= time.monotonic_ns(), "and nobody has slept"
+    rig.do(Run(103, trace=True))
+    assert rig.times_ns[0] >= begin_ns + 2 * lasts_ns, "work begins when the device has done what came before"
 
 
-def test_the_host_runs_ahead_up_to_the_next_program(slept: list[int], rig: Rig) -> None:
-    """What follows a program is done while it takes its time, and takes place at its end."""
-    rig.do(Define(101, StoredProgram(RELU, 10.0)))
-    steps = (Call(101, (1,), (2,)), Call(100, (2,), (3,)), Free((2,)), Ask("scalars", ()), Call(101, (3,), (4,)))
-    rig.do(Define(102, Routine(steps, 0)))
-    there: list[list[bool]] = []
-    sleep = slept.append
-
-    def look(end_ns: int) -> None:
-        there.append([number in rig.machine.store for number in (2, 3, 4)])
-        sleep(end_ns)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "sleep_until", look)
-        rig.do(Run(102, trace=True))
-    assert there == [[False, True, False], [False, True, True]]
-    first, second, freed, asked, third = zip(rig.times_ns[::2], rig.times_ns[1::2], strict=True)
-    assert first[1] - first[0] == third[1] - third[0] == 10_000_000_000
-    assert {*second, *freed, *asked, third[0]} == {first[1]}
-    assert slept == [first[1], third[1]]
+def test_steps_of_some_parameters_cost_their_share() -> None:
+    rig = Rig(device=EmulatedDevice())
+    rig.put(b1=X, b2=torch.zeros(3, 4, dtype=torch.float64))
+    rig.do(Define(102, OptimizerSpec("SGD", (((0, 1), {"lr": 1.0}),), (1, 2), (), 4.0)))
+    rig.do(Define(103, Routine((OptimizerStep(102, (1,), members=(0,)), OptimizerStep(102, (1, 2))), 0)))
+    rig.do(Run(103, trace=True))
+    assert rig.failures == []
+    assert lasted_ns(rig) == [1_000_000_000, 4_000_000_000]
 
 
-def test_what_fails_fails_at_the_end_of_the_work_before_it(slept: list[int], rig: Rig) -> None:
-    rig.do(Define(101, StoredProgram(RELU, 1.0)))
-    done: list[int] = []
-    rig.do(Define(102, Routine((Call(101, (1,), (2,)), Call(100, (99,), (3,))), 0)))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rig.machine, "_report", lambda failure: done.append(len(slept)))
-        rig.do(Run(102))
-    assert done == [1]
+def test_times_stay_numbers_that_fit_into_messages(rig: Rig) -> None:
+    rig.do(Define(101, StoredProgram(RELU, 1e300)))
+    for _ in range(100):
+        rig.do(Call(101, (1,), (2,)))
+    assert rig.failures == []
+    assert rig.machine._now_ns() < 1 << 63
 
 
-def test_the_groups_of_a_routine_that_cannot_run_are_left_at_the_end_of_the_work_before_it(
-    slept: list[int], rig: Rig
-) -> None:
-    rig.do(Define(101, StoredProgram(RELU, 1.0)))
-    rig.do(Define(102, Routine((Send(-1, 5, 1),), 1)))
-    left: list[int] = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rig.machine._groups, "abandon", lambda number, failure: left.append(len(slept)))
-        rig.do(Call(101, (1,), (2,)), Run(102))
-    assert left == [1]
+@pytest.mark.parametrize("cost_s", [-1.0, float("nan"), float("inf")])
+def test_costs_that_are_none(rig: Rig, cost_s: float) -> None:
+    stored = StoredProgram(RELU, cost_s)
+    rig.do(Define(5, stored), Define(6, OptimizerSpec("SGD", (((0,), {"lr": 1.0}),), (1,), (), cost_s)))
+    assert [failure.kind for failure in rig.failures] == ["protocol"] * 2
+
+
+def test_offloaded_buffers_take_the_time_of_an_accelerators_copies(rig: Rig) -> None:
+    wide = TensorSpec("float64", (1 << 20,))
+    rig.put(b1=torch.zeros(1 << 20, dtype=torch.float64))
+    rig.do(define(104, elementwise("aten.relu.default", wide)))
+    rig.do(Define(103, Routine((Offload((1,)), Evict((1,)), Prefetch((1,)), Call(104, (1,), (2,))), 0)))
+    rig.do(Run(103, trace=True))
+    assert rig.failures == []
+    once_ns = math.ceil((8 << 20) / ACCELERATOR_BPS * 1e9)
+    offload, evict, prefetch, call = zip(rig.times_ns[::2], rig.times_ns[1::2], strict=True)
+    assert offload[1] - offload[0] == evict[1] - evict[0] == prefetch[1] - prefetch[0] == once_ns
+    assert call[0] == prefetch[1]
 
 
 @pytest.mark.parametrize("speed", [0.0, -1.0, math.inf, math.nan])
@@ -128,12 +118,14 @@ def test_speeds_that_are_none(speed: float) -> None:
         EmulatedDevice(speed)
 
 
-def test_speed_changes_between_instructions(slept: list[int], rig: Rig) -> None:
-    rig.do(Define(101, StoredProgram(RELU, 1.0)))
-    start_ns = time.monotonic_ns()
-    rig.do(Call(101, (1,), (2,)), Retime(0.01), Call(101, (1,), (2,)), Retime(), Call(101, (1,), (2,)))
+def test_speed_changes_between_instructions(rig: Rig) -> None:
+    rig.do(Define(101, StoredProgram(RELU, 1.0)), Define(102, Routine((Call(101, (1,), (2,)),), 0)))
+    found = []
+    for change in (Retime(1.0), Retime(0.01), Retime()):
+        rig.do(change, Run(102, trace=True))
+        found += lasted_ns(rig)
     assert rig.failures == []
-    assert [round((end - start_ns) / 100e9) for end in slept] == [0, 1, 1]
+    assert found == [1_000_000_000, 100_000_000_000, 100_000_000_000]
 
 
 @pytest.mark.parametrize("speed", [-1.0, math.inf, math.nan])
@@ -141,19 +133,6 @@ def test_a_speed_that_is_none_is_refused(rig: Rig, speed: float) -> None:
     rig.do(Retime(speed))
     assert rig.failures[0].kind == "protocol"
     assert "sim at speed" in rig.failures[0].message
-
-
-def test_short_slices_leave_priority_and_policy_as_they_are() -> None:
-    def in_thread() -> None:
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 3)
-        wake_promptly()
-        seen.append((os.getpriority(os.PRIO_PROCESS, threading.get_native_id()), os.sched_getscheduler(0)))
-
-    seen: list[tuple[int, int]] = []
-    thread = threading.Thread(target=in_thread)
-    thread.start()
-    thread.join()
-    assert seen == [(3, os.SCHED_OTHER)]
 
 
 # ---- programs
@@ -193,7 +172,9 @@ def test_outputs_that_view_one_another_share_their_memory() -> None:
     store = BufferStore()
     for number, tensor in enumerate([torch.empty(2, 2, dtype=torch.float64, device="meta")]):
         store.put(number, tensor)
-    made = EmulatedProgram(StoredProgram(program)).run([store.get(0)], lambda position: None, WorkerProgress())
+    made = EmulatedProgram(StoredProgram(program), DeviceClock()).run(
+        [store.get(0)], lambda position: None, WorkerProgress()
+    )
     for number, tensor in enumerate(made, start=1):
         store.put(number, tensor)
     assert store.used_bytes == 64
@@ -323,7 +304,7 @@ def test_options_count_and_kernels_do_not(kind: str, options: Options) -> None:
 _FIRST_STEPS = """
 import sys, torch
 from onebox.wire.protocol.requests import OptimizerSpec
-from onebox.worker.emulated import EmulatedOptimizer
+from onebox.emulator.optimizer import EmulatedOptimizer
 from onebox.worker.optimizer.native import ALLOWED
 more = {
     "Adam": [{"amsgrad": True, "weight_decay": 0.1}, {"maximize": True}],

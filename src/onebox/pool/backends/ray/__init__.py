@@ -1,1 +1,0 @@
-"""Devices of a Ray cluster: Ray starts and monitors the workers."""
