@@ -51,7 +51,7 @@ def overheard(host: Host, wanted: bytes) -> Iterator[Eavesdropper]:
     """Listen to a host's network card."""
     with host.inside():
         card = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(_EVERY_PROTOCOL))
-    card.bind(("eth0", 0))  # and not the loopback, by which Gloo reaches the worker's own threads
+    card.bind(("eth0", 0))
     card.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 26)
     heard, ended = Eavesdropper(wanted), threading.Event()
     thread = threading.Thread(target=heard.listen, args=(card, ended))

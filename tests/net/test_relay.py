@@ -75,7 +75,7 @@ def test_what_the_client_relays_cannot_be_read_there(
 def test_without_encryption_the_pair_is_named_and_with_it_the_client_relays(
     fleet: Fleet, network: Network, apart: tuple[Host, Host]
 ) -> None:
-    """Gloo itself would wait for half an hour, and NCCL as long."""
+    """NCCL itself would wait for half an hour."""
     red, green = apart
     with fleet.client():
         pool = onebox.open(fleet.spec("red", "green"), threads=1, grace_s=GRACE_S, plain_links=True)

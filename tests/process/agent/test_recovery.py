@@ -1,4 +1,4 @@
-"""Runs over two agents, whose workers exchange tensors by Gloo, that go on after losses; and clients that do not."""
+"""Runs over two agents, whose workers exchange tensors over TCP, that go on after losses; and clients that do not."""
 
 from __future__ import annotations
 

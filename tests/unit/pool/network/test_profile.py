@@ -300,7 +300,7 @@ def test_a_failure_is_told_and_leaves_nothing_behind(open_pool: OpenPool, worker
     assert len(pool.profile().devices) == 2, "the fault comes once"
 
 
-def test_links_by_gloo(open_pool: OpenPool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_links_over_tcp(open_pool: OpenPool, monkeypatch: pytest.MonkeyPatch) -> None:
     """As among hosts; here they share a clock all the same."""
     monkeypatch.setattr(manager, "supported", lambda: False)
     found = open_pool(2, memory=SMALL_BYTES).profile(cache=False)
