@@ -52,17 +52,25 @@ class Belongings:
 
 
 def belongings() -> Belongings:
-    """Look what this process holds, but for zygotes without workers, which stay a while for the next pool."""
+    """Look what this process holds, but for zygotes without workers, which stay a while for the next pool, and for the
+    browser of other tests, which starts and ends processes when it likes."""
+    children = frozenset(child.pid for child in psutil.Process().children(recursive=True) if not _of_browser(child))
     found = OWN._found.values()
     zygotes = {zygote.pid for zygote in found}
     theirs = {str(number) for zygote in found for number in (zygote.channel, zygote._words.fileno())}
     folders = [Path(tempfile.gettempdir()), Path("/dev/shm")]
     return Belongings(
-        children=frozenset(child.pid for child in psutil.Process().children(recursive=True)) - zygotes,
+        children=children - zygotes,
         threads=tuple(t.name for t in threading.enumerate() if t.name.startswith("onebox")),
         descriptors=frozenset(each for each in descriptors() if each[0] not in theirs),
         files=frozenset(path for folder in folders if folder.is_dir() for path in folder.glob("*onebox*")),
     )
+
+
+def _of_browser(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.name().startswith("chrom")
+    return True  # it has ended
 
 
 @pytest.fixture(scope="session")
