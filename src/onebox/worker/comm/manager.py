@@ -138,13 +138,15 @@ class GroupManager:
         """
         self._lost.pop(number, None)
         group = self._groups.pop(number, None)
-        with suppress(RankLost):
-            while group is not None and not failed and group.attend():
-                time.sleep(_CONNECT_STEP_S)  # who waits for what is sent has to know this worker before it has left
-        self._channel.send_to_client(Left(number, failed))
-        if group is not None:
-            group.close()
-            self._note(number, group)
+        try:
+            with suppress(RankLost):
+                while group is not None and not failed and group.attend():
+                    time.sleep(_CONNECT_STEP_S)  # who waits for what is sent has to know this worker before it has left
+            self._channel.send_to_client(Left(number, failed))
+        finally:  # also where the client takes nothing any more
+            if group is not None:
+                group.close()
+                self._note(number, group)
         self._failed.discard(number)
 
     def traffic(self) -> tuple[GroupTraffic, ...]:

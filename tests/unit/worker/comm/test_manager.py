@@ -415,6 +415,31 @@ def test_a_group_that_was_left_takes_nothing(way: str) -> None:
     run(2, rank, way=way)
 
 
+class Deaf(HubChannel):
+    """The channel of a worker whose client has gone when the worker leaves a group."""
+
+    def send_to_client(self, message: Any, frames: Sequence[Any] = ()) -> None:
+        if isinstance(message, Left):
+            raise SystemExit
+        super().send_to_client(message, frames)
+
+
+def test_a_group_is_closed_also_where_the_client_takes_nothing_any_more() -> None:
+    hub = Hub()
+
+    def one(number: int) -> None:
+        manager = GroupManager(Deaf(hub, number), HOST, WorkerProgress())
+        manager.form(FormGroup(3, number, 2, "tcp", "127.0.0.1", 20.0))
+        group = manager.get(3)
+        with pytest.raises(SystemExit):
+            manager.leave(3)
+        with pytest.raises(RankLost, match="has been left"):
+            group.send(torch.ones(1), 1 - number, 0)
+
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(one, range(2)))
+
+
 @all_ways
 def test_waiting_for_others_is_marked(way: str) -> None:
     progresses: list[WorkerProgress] = []

@@ -250,16 +250,18 @@ class TcpGroup:
         links = self._links.values()
         for link in links:
             link.leave()
-        with self._progress.wait():
-            moved, since_s = -1, time.monotonic()
-            while not self._given_up and not all(link.sent for link in links):
-                self._mesh.attend()
-                now = sum(link.moved_bytes for link in links)
-                if now != moved:
-                    moved, since_s = now, time.monotonic()
-                elif time.monotonic() > since_s + CLOSE_S:
-                    break
-                time.sleep(_MOVES_S)
+        try:
+            with self._progress.wait():
+                moved, since_s = -1, time.monotonic()
+                while not self._given_up and not all(link.sent for link in links):
+                    self._mesh.attend()
+                    now = sum(link.moved_bytes for link in links)
+                    if now != moved:
+                        moved, since_s = now, time.monotonic()
+                    elif time.monotonic() > since_s + CLOSE_S:
+                        break
+                    time.sleep(_MOVES_S)
+        finally:
             self._end()
 
     def _end(self) -> None:
