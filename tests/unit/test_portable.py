@@ -22,6 +22,7 @@ LINUX = (
     "onebox.agent",
     "onebox.cluster.actor",
     "onebox.cli.commands.serve",
+    "onebox.emulator",
     "onebox.feed.pipeline.fork_server",
     "onebox.feed.pipeline.ipc",
     "onebox.forking",
