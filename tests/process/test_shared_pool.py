@@ -545,6 +545,17 @@ def test_a_group_of_others_or_for_something_else_is_refused(
         pool.leave_group(group, (0, 1))
 
 
+@pytest.mark.parametrize("ask", [lambda pool: pool.claim(0), lambda pool: pool.memory(0)], ids=["claim", "memory"])
+def test_a_parent_that_does_not_answer_is_not_waited_for_without_end(
+    server: PoolServer, ask: Callable[[AttachedPool], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with attached(server) as pool, monkeypatch.context() as silent:
+        silent.setattr("onebox.pool.sharing.attached_pool._REPLY_S", 0.0)
+        silent.setattr("onebox.pool.sharing.pool_server._Child.received", lambda *message: True)
+        with pytest.raises(PoolError, match="has not answered for 0 s"):
+            ask(pool)
+
+
 def test_instructions_that_are_none_end_their_child_alone(server: PoolServer, caplog: pytest.LogCaptureFixture) -> None:
     with attached(server) as pool, socket.socket(socket.AF_UNIX) as foreign:
         foreign.connect(server.address)

@@ -101,8 +101,8 @@ class Pool:
         self.first_number = first_number
         """The lowest number of a buffer or definition; lower ones are those of other processes that use the workers."""
         self._numbers = itertools.count(first_number)
+        # of child processes; none is used again, as workers may still end a group of an earlier one
         self.child_numbers = itertools.count(1)
-        """Numbers of child processes, of which none is used again: workers may still end a group of an earlier one."""
         self._owner = os.getpid()
         self._closed = False
         self._default_types: dict[int, torch.dtype] = {}

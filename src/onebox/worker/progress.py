@@ -18,12 +18,12 @@ class WorkerProgress:
         self.doing = ""
         self.waiting = False
 
-    def wait(self) -> Wait:
+    def wait(self) -> MarkedWait:
         """Mark the context as waiting for others, which is not a stall of this worker."""
-        return Wait(self)
+        return MarkedWait(self)
 
 
-class Wait:
+class MarkedWait:
     """A context that is marked as waiting; entered at each wait of a routine, it costs less than a generator."""
 
     __slots__ = ("_before", "_progress")

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, autograd, fx, nn
 from torch.utils import _pytree as pytree
+from torch.utils import checkpoint
 
 from onebox.errors import CaptureError
 from onebox.graph.capture.guards import OF_BACKWARD, Guards, changing
@@ -217,6 +218,7 @@ def _read(
         _on_host(),
         _requiring_gradients(),
         _any_globals(),
+        _checkpoints_read(),
     ):
         whole: Any = fullgraph_capture(alone, tuple(given.values()))
         captured = whole.graph_capture_output
@@ -393,6 +395,21 @@ def _logging() -> set[Any]:
         warnings.warn,
         *(value for own in owners for name, value in own if _SAYS.match(name) and callable(value)),
     }
+
+
+@contextlib.contextmanager
+def _checkpoints_read() -> Iterator[None]:
+    """Let Dynamo read ``checkpoint_sequential``, which calls ``checkpoint``, which it knows."""
+    from torch._dynamo.trace_rules import get_mod_inlinelist
+
+    files, own = get_mod_inlinelist(), checkpoint.__file__
+    before = own in files
+    files.add(own)
+    try:
+        yield
+    finally:
+        if not before:
+            files.discard(own)
 
 
 @contextlib.contextmanager

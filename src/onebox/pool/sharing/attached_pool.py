@@ -14,7 +14,7 @@ from onebox.errors import OneboxError, PoolError, WireError
 from onebox.pool.client.connection import WorkerReply
 from onebox.pool.client.pending import PendingReplies
 from onebox.pool.devices import require_devices
-from onebox.pool.errors import fail, raise_first
+from onebox.pool.errors import fail
 from onebox.pool.pool import Pool
 from onebox.pool.sharing.message_stream import MessageStream
 from onebox.pool.sharing.messages import REPLIES, WELCOMES, Claim, Failed, Welcome, to_error
@@ -32,6 +32,9 @@ UNSHARED = "unshared"
 """Its value where the parent has devices, and this system no sockets to share them by."""
 
 _WELCOME_S = 60.0
+_REPLY_S = 60.0
+"""How long the parent may take to answer a claim, or a question about memory."""
+
 _JOIN_S = 10.0
 
 
@@ -145,7 +148,7 @@ class AttachedPool(Pool):
 
     def claim(self, worker: int) -> None:
         """Reserve a device for the collectives of this process; see :meth:`Pool.claim`."""
-        raise_first([self._claim(worker, held=True)])
+        self._answer(self._claim(worker, held=True))
 
     def release(self, worker: int) -> None:
         """End a claim of a device."""
@@ -158,7 +161,15 @@ class AttachedPool(Pool):
     def memory(self, worker: int) -> WorkerMemory:
         """Return the memory of a device; where it is used by collectives of another process, as of half a second
         ago."""
-        (answer,) = raise_first([self.post(worker, [Ask("memory")], answer=True)])
-        (memory,) = answer.results
+        (memory,) = self._answer(self.post(worker, [Ask("memory")], answer=True)).results
         assert isinstance(memory, WorkerMemory)
         return memory
+
+    @staticmethod
+    def _answer(future: Future[WorkerReply]) -> WorkerReply:
+        try:
+            return future.result(_REPLY_S)
+        except TimeoutError:
+            raise PoolError(
+                f"the process that shares its devices with this one has not answered for {_REPLY_S:.0f} s"
+            ) from None

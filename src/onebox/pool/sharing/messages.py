@@ -1,4 +1,4 @@
-"""What a process that shares its pool and its child processes say beside the workers' own messages."""
+"""Messages between a process that shares its pool and its child processes, beside the workers' own."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from onebox.wire.protocol.requests import Instruction
 from onebox.worker.execution.collectives import Resolve
 from onebox.worker.execution.executor import Executor
 from onebox.worker.execution.pending_reply import Outcome
-from onebox.worker.progress import Wait, WorkerProgress
+from onebox.worker.progress import MarkedWait, WorkerProgress
 from onebox.worker.system.clock import sleep_until, wake_on_time
 
 
@@ -23,11 +23,11 @@ class _TimedProgress(WorkerProgress):
         super().__init__()
         self.waited_ns = 0
 
-    def wait(self) -> Wait:
+    def wait(self) -> MarkedWait:
         return _TimedWait(self)
 
 
-class _TimedWait(Wait):
+class _TimedWait(MarkedWait):
     __slots__ = ("_since_ns",)
     _progress: _TimedProgress
 

@@ -115,7 +115,7 @@ def run(
         progress = WorkerProgress()
         channel = OwnedChannel(client, number)
         manager = GroupManager(channel, device, progress)
-        manager.form(FormGroup(3, number, size, "tcp", "127.0.0.1", 20.0, shared, nccl=among))
+        manager.form(FormGroup(3, number, size, "tcp", "127.0.0.1", 120.0, shared, nccl=among))
         try:
             return rank(Rank(number, manager, progress, channel))
         finally:
@@ -123,7 +123,7 @@ def run(
 
     with ThreadPoolExecutor(size) as threads:
         futures = [threads.submit(one, number) for number in range(size)]
-        return [future.result(60) for future in futures]
+        return [future.result(240) for future in futures]
 
 
 def test_ranks_of_several_hosts_use_it_within_each(library: ModelledNccl) -> None:
@@ -394,7 +394,7 @@ def test_a_process_that_makes_communicators_for_ranks_that_ended_ends(
     library.here.gpu = 0
     threading.Timer(0.1, manager.interrupt, (3,)).start()
     with pytest.raises(AssertionError):  # the modelled process goes on after its end
-        manager.form(FormGroup(3, 0, 2, "tls", "127.0.0.1", 20.0, nccl=(0, 1)))
+        manager.form(FormGroup(3, 0, 2, "tls", "127.0.0.1", 120.0, nccl=(0, 1)))
     assert ended == ["the others of group 3 did not come to their communicators"]
 
 
@@ -431,7 +431,7 @@ def test_the_library_refuses_one_gpu_twice(library: ModelledNccl) -> None:
         library.here.gpu = "the only one"
         manager = GroupManager(OwnedChannel(hub, number), HOST, WorkerProgress())
         with pytest.raises(RankLost, match="Duplicate GPU") as caught:
-            manager.form(FormGroup(3, number, 2, "tcp", "127.0.0.1", 20.0, nccl=(0, 1)))
+            manager.form(FormGroup(3, number, 2, "tcp", "127.0.0.1", 120.0, nccl=(0, 1)))
         return str(caught.value)
 
     hub = Hub()
@@ -470,7 +470,7 @@ def test_a_value_that_is_read_after_an_interruption_is_an_error(library: Modelle
         for name in ("send_to_client", "await_ticket", "new_ticket"):
             setattr(rig, name, getattr(channel, name))
         rig.put(b1=torch.ones(1))
-        rig.do(FormGroup(3, number, 2, "tcp", "127.0.0.1", 20.0, nccl=(0, 1)))
+        rig.do(FormGroup(3, number, 2, "tcp", "127.0.0.1", 120.0, nccl=(0, 1)))
         assert rig.get(1).tolist() == [1]
         rig.machine.interrupt(3)
         with pytest.raises(Poisoned, match="does not answer"):
@@ -498,7 +498,7 @@ def test_what_was_computed_from_an_aborted_receive_is_void(library: ModelledNccl
         for name in ("send_to_client", "await_ticket", "new_ticket"):
             setattr(rig, name, getattr(channel, name))
         rig.put(b1=torch.ones(1), b2=torch.ones(1), b3=torch.ones(1))
-        rig.do(add, mul_, FormGroup(3, number, 2, "tcp", "127.0.0.1", 20.0, nccl=(0, 1)))
+        rig.do(add, mul_, FormGroup(3, number, 2, "tcp", "127.0.0.1", 120.0, nccl=(0, 1)))
         return rig
 
     def receiver() -> None:
@@ -527,7 +527,7 @@ def test_what_was_computed_from_an_aborted_receive_is_void(library: ModelledNccl
 
     with ThreadPoolExecutor(2) as threads:
         for future in [threads.submit(receiver), threads.submit(other)]:
-            future.result(60)
+            future.result(240)
 
 
 @pytest.mark.parametrize("leaves", [False, True])
@@ -545,7 +545,7 @@ def test_what_was_computed_from_tensors_that_have_come_keeps_its_values(
         for name in ("send_to_client", "await_ticket", "new_ticket"):
             setattr(rig, name, getattr(channel, name))
         rig.put(b1=torch.ones(1))
-        rig.do(add, FormGroup(3, number, 2, "tcp", "127.0.0.1", 20.0, nccl=(0, 1)))
+        rig.do(add, FormGroup(3, number, 2, "tcp", "127.0.0.1", 120.0, nccl=(0, 1)))
         if number:
             rig.do(Send(1, 3, 0, 0))
             sent.wait(20)
@@ -563,7 +563,7 @@ def test_what_was_computed_from_tensors_that_have_come_keeps_its_values(
 
     with ThreadPoolExecutor(2) as threads:
         for future in [threads.submit(one, number) for number in range(2)]:
-            future.result(60)
+            future.result(240)
 
 
 def test_a_group_that_was_left_too_early_has_failed_for_the_work_before(
