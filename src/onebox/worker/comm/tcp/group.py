@@ -59,6 +59,9 @@ CLOSE_S = 5.0
 SHARED_BYTES = 1 << 18
 """Bytes from which on ranks share the addition: less takes longer in two steps than in one."""
 
+PIECE_BYTES = 4 << 20
+"""Most bytes that are copied before they begin to be sent."""
+
 _MOVES_S = 0.002
 _LOOK_S = 0.1
 
@@ -141,12 +144,14 @@ class TcpGroup:
         sent.
         """
         dense = self._stage(tensor).contiguous()
-        if dense.data_ptr() == tensor.data_ptr():
-            dense = dense.clone()
         whole, start = spec_of(dense), 0
         if within is not None:
             whole, start = self._part(whole, within)
-        self._post(peer, Header(channel, 0, start, dense.nbytes, whole), dense)
+        shared = dense.data_ptr() == tensor.data_ptr()
+        for piece in dense.reshape(-1).view(torch.uint8).split(PIECE_BYTES):
+            own = piece.clone() if shared else piece
+            self._post(peer, Header(channel, 0, start, own.nbytes, whole), own)
+            start += own.nbytes
         return time.monotonic_ns()
 
     def receive(self, spec: TensorSpec, peer: int, channel: int, rows: Sequence[int] = ()) -> Finish:
@@ -490,4 +495,4 @@ def _nothing(*, missing: bool) -> None:
     """Do nothing: the thread that owns the channel attends."""
 
 
-__all__ = ["CLOSE_S", "EAGER_RANKS", "SHARED_BYTES", "TcpGroup"]
+__all__ = ["CLOSE_S", "EAGER_RANKS", "PIECE_BYTES", "SHARED_BYTES", "TcpGroup"]
