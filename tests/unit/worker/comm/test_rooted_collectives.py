@@ -98,7 +98,7 @@ def test_what_is_broadcast_comes_to_all_others(way: str) -> None:
 @every_way
 def test_what_is_sent_is_what_it_was_then(way: str) -> None:
     both = threading.Barrier(2, timeout=20)
-    sent = part(0, 1 << 20)  # more than a socket holds
+    sent = part(0, (1 << 21) + 3)  # more than a socket holds, and than is copied at once
 
     def rank(group: WorkerGroup) -> Tensor | None:
         if group.rank == 0:
