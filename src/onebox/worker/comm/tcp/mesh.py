@@ -320,7 +320,7 @@ class Mesh:
                 raise RankLost(f"{where} has the key of another rank than {peer.rank}")
             call = _CALL.pack(_MARK, self._rank, place, count)
             connection.send(call + _code(peer.secret, b"calls", call))
-            if _read(connection, _CODE_BYTES) != _code(peer.secret, b"accepts", call):
+            if not hmac.compare_digest(_read(connection, _CODE_BYTES), _code(peer.secret, b"accepts", call)):
                 raise ConnectionError("it closes the connection")
             connection.send(_GO)
             connection.settle()
