@@ -20,9 +20,9 @@ from onebox.wire import DTYPES, TensorSpec, spec_of
 from onebox.wire.protocol.groups import EmulatedLink, FormGroup
 from onebox.worker.accelerator import Accelerator
 from onebox.worker.comm.api import Begun, ClientChannel, Finish, RankLost, ReceivedTensor, RowRange
-from onebox.worker.comm.carrier import Arrival, PostedTensor
+from onebox.worker.comm.carrier import Posted
 from onebox.worker.comm.client import ChannelStore
-from onebox.worker.comm.collectives import flat_spec
+from onebox.worker.comm.collectives import Call, flat_spec
 from onebox.worker.comm.group import CarriedGroup
 from onebox.worker.comm.manager import GroupManager
 from onebox.worker.comm.shm.carrier import ShmCarrier
@@ -67,7 +67,7 @@ class EmulatedGroups(GroupManager):
         self._links.retime(links)
         for group in self._groups.values():
             assert isinstance(group, EmulatedGroup)
-            group.retimed()
+            group.carrier.publish_speed()
 
     def _join(self, form: FormGroup, accelerator: Accelerator, progress: WorkerProgress) -> EmulatedGroup:
         store = ChannelStore(self._channel, form.group, form.timeout_s)
@@ -108,24 +108,20 @@ class EmulatedGroup(CarriedGroup):
         *,
         settle: Callable[[], None] = lambda: None,
     ) -> None:
-        self._carrier = EmulatedCarrier(form, met, progress, clock, links, quota, settle)
-        super().__init__(form, [self._carrier], accelerator, progress, self._carrier.joined)
+        self.carrier = EmulatedCarrier(form, met, progress, clock, links, quota, settle)
+        super().__init__(form, [self.carrier], accelerator, progress, self.carrier.joined)
         self._clock = clock
         self._ring = EmulatedRing()
         self._begun: deque[weakref.ref[_OnRing]] = deque()  # of which it is not known when they end
 
-    def retimed(self) -> None:
-        """Publish the speed of this rank's slowest link; collectives in progress may use the former one."""
-        self._carrier.publish_speed()
-
     def reduce(self, tensors: Sequence[Tensor]) -> Finish:
         """Begin to sum tensors of one type over the ranks, as one flat tensor."""
-        with self._carrier.on_ring() as expected:
+        with self.carrier.on_ring() as expected:
             return self._finish(super().reduce(tensors), expected, 2)
 
     def gather(self, tensor: Tensor, spec: TensorSpec, dim: int, sizes: Sequence[int]) -> Finish:
         """Begin to gather the ranks' tensors along a dimension."""
-        with self._carrier.on_ring() as expected:
+        with self.carrier.on_ring() as expected:
             return self._finish(super().gather(tensor, spec, dim, sizes), expected, 1)
 
     def collect(self, tensors: Sequence[Tensor], root: int) -> Begun:
@@ -141,7 +137,7 @@ class EmulatedGroup(CarriedGroup):
             while begun.tensor is None:  # the ring is simulated in the order in which collectives began
                 first = self._begun.popleft()() if self._begun else begun
                 if first is not None:
-                    first.run(self._ring, self._carrier)
+                    first.run(self._ring, self.carrier)
             self._clock.wait(begun.end_ns)
             return ReceivedTensor(begun.tensor, self._clock.now_ns)
 
@@ -169,12 +165,12 @@ class _OnRing:
     def run(self, ring: EmulatedRing, carrier: EmulatedCarrier) -> None:
         """Wait for all ranks, and find out when it ends."""
         made = self._finish().tensor
-        begun_ns = [self._begin_ns, *(message.at_ns for message in self._expected)]
+        begun_ns = [self._begin_ns, *(message.wait().at_ns for message in self._expected)]
         self.end_ns = ring.run(begun_ns, carrier.speeds(), self._passes, made.nbytes)
         self.tensor = made
 
 
-class EmulatedCarrier:
+class EmulatedCarrier(ShmCarrier):
     """Carries messages without elements to emulated devices on this host, over emulated links.
 
     Args:
@@ -187,8 +183,6 @@ class EmulatedCarrier:
         settle: Called before a wait.
     """
 
-    shares_sums = False
-
     def __init__(
         self,
         form: FormGroup,
@@ -200,24 +194,20 @@ class EmulatedCarrier:
         settle: Callable[[], None],
     ) -> None:
         links.lay(form.links)
-        self._shared = ShmCarrier(form, met, progress, quota=quota)
-        self._own = met.memories[form.rank]
-        self._memories = [met.memories[rank] for rank in sorted(met.memories)]
+        super().__init__(form, met, progress, quota=quota)
+        self._memories = [*met.memories.values()]
         self._clock = clock
         self._links = links
         self._settle = settle
         self._link_to = {link.peer: link.link for link in form.links}
-        self._begun: dict[tuple[int, int], BlockRegion] = {}  # the last part of incomplete tensors
+        self._incomplete: dict[tuple[int, int], BlockRegion] = {}
         self._on_ring: list[EmulatedReceive] | None = None
-        self.peers = self._shared.peers
-        self.joined = self._shared.joined
-        self.attend, self.interrupt = self._shared.attend, self._shared.interrupt
         self.publish_speed()
 
     def publish_speed(self) -> None:
-        """Tell the others the speed of this rank's slowest link."""
+        """Tell the others the speed of this rank's slowest link; collectives in progress may use the former one."""
         speed = self._links.slowest([*self._link_to.values()])
-        _SPEED.pack_into(self._own.map, 8 * FREE, speed.latency_ns, speed.ns_per_byte)
+        _SPEED.pack_into(self.sender.memory.map, 8 * FREE, speed.latency_ns, speed.ns_per_byte)
 
     def speeds(self) -> list[LinkSpeed]:
         """Return the speeds of all ranks' slowest links."""
@@ -235,13 +225,13 @@ class EmulatedCarrier:
     def send(self, tensor: Tensor, peer: int, channel: int, within: RowRange | None = None) -> int:
         """Send the spec of a tensor, or of a part of one; return when it arrives."""
         spec = spec_of(tensor)
-        place = region_of(spec, within, self._begun.pop((peer, channel), None))
+        place = region_of(spec, within, self._incomplete.pop((peer, channel), None))
         check_dimensions(place.whole)
-        at_ns = self._sent(peer, spec)
+        at_ns = self._arrival_ns(peer, spec)
         if place.last:
-            self._shared.announce(place.whole, peer, channel, 0, at_ns)
+            self.sender.post(peer, channel, None, place.whole, at_ns=at_ns)
         else:
-            self._begun[peer, channel] = place
+            self._incomplete[peer, channel] = place
         return at_ns
 
     def post(
@@ -253,19 +243,20 @@ class EmulatedCarrier:
         code: int,
         *,
         kept: bool = False,
-    ) -> PostedTensor:
+    ) -> Posted:
         """Send a spec to some ranks."""
-        posted = PostedTensor(_empty(flat_spec([spec])))
-        posted.at_ns = self._clock.now_ns
+        check_dimensions(spec)
+        now_ns = self._clock.now_ns
+        posted = Posted(_empty(flat_spec([spec])), now_ns)
         for peer in peers:
-            at_ns = self._clock.now_ns if self._on_ring is not None else self._sent(peer, spec)
-            self._shared.announce(spec, peer, channel, code, at_ns)
+            at_ns = now_ns if self._on_ring is not None else self._arrival_ns(peer, spec)
+            self.sender.post(peer, channel, None, spec, code=code, at_ns=at_ns)
             posted.at_ns = max(posted.at_ns, at_ns)
         return posted
 
     def expect(self, peer: int, channel: int) -> EmulatedReceive:
         """Ask for the next message of a channel that has not been asked for."""
-        message = self._shared.expect(peer, channel)
+        message = super().expect(peer, channel)
         assert isinstance(message, PendingReceive)
         expected = EmulatedReceive(message, self._clock, self._settle)
         if self._on_ring is not None:
@@ -274,10 +265,10 @@ class EmulatedCarrier:
 
     def close(self) -> None:
         """Leave the group. Idempotent."""
-        self._shared.close()
+        super().close()
         self._memories.clear()
 
-    def _sent(self, peer: int, spec: TensorSpec) -> int:
+    def _arrival_ns(self, peer: int, spec: TensorSpec) -> int:
         """Return when what is sent now arrives at a rank."""
         now_ns = self._clock.now_ns
         return self._links.send(self._link_to[peer], spec.size_bytes, now_ns) if peer in self._link_to else now_ns
@@ -300,13 +291,8 @@ class EmulatedReceive:
         self._settle = settle
         self.give_back = expected.give_back
 
-    @property
-    def at_ns(self) -> int:
-        """When it arrives, once it was waited for."""
-        return self._expected.wait().at_ns
-
-    def wait(self, *, aside: bool = False) -> Arrival:
-        """Wait for it.
+    def wait(self, *, aside: bool = False) -> Call:
+        """Wait for it, not for the time at which it arrives.
 
         Raises:
             RankLost: It does not come.
@@ -317,9 +303,7 @@ class EmulatedReceive:
 
     def part(self) -> Tensor:
         """Return its tensor, flat, when it has arrived."""
-        message = self._expected.wait()
-        self._clock.wait(message.at_ns)
-        return _empty(flat_spec([message.spec]))
+        return self.take().view(-1)
 
     def take(self) -> Tensor:
         """Return its tensor when it has arrived."""

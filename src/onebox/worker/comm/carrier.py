@@ -2,38 +2,14 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from torch import Tensor
 
 from onebox.wire import TensorSpec
 from onebox.worker.comm.api import RowRange
-
-
-class Arrival(Protocol):
-    """What is known of a message that has come."""
-
-    @property
-    def code(self) -> int:
-        """Purpose code."""
-
-    @property
-    def spec(self) -> TensorSpec:
-        """Spec of its tensor."""
-
-    @property
-    def at_ns(self) -> int:
-        """Time since which it is available, on the monotonic clock."""
-
-
-class Call(NamedTuple):
-    """An arrival by its values."""
-
-    code: int
-    spec: TensorSpec
-    at_ns: int
+from onebox.worker.comm.collectives import Call
 
 
 class Expected(Protocol):
@@ -42,7 +18,7 @@ class Expected(Protocol):
     lasting: bool
     """Whether the elements are the reader's own, to keep and to overwrite."""
 
-    def wait(self, *, aside: bool = False) -> Arrival:
+    def wait(self, *, aside: bool = False) -> Call:
         """Wait for it.
 
         Args:
@@ -70,34 +46,30 @@ class Expected(Protocol):
         """Say that its elements are not needed any more. Idempotent."""
 
 
-class Posted(Protocol):
-    """What was posted to several ranks."""
+class Posted:
+    """What was posted to several ranks, which this one reads, too, until it is given back or dropped.
 
-    part: Tensor
-    """The elements, flat, for as long as this object is there and not given back; not to be overwritten."""
+    Args:
+        part: The elements, flat; not to be overwritten.
+        at_ns: The time at which all readers have it.
+        release: Called when it is given back.
+    """
 
-    at_ns: int
-    """The time at which all readers have it."""
+    __slots__ = ("_release", "at_ns", "part")
+
+    def __init__(self, part: Tensor, at_ns: int, release: Callable[[], None] | None = None) -> None:
+        self.part = part
+        self.at_ns = at_ns
+        self._release = release
 
     def give_back(self) -> None:
         """Say that this rank does not read it any more. Idempotent."""
+        release, self._release = self._release, None
+        if release is not None:
+            release()
 
-
-class PostedTensor:
-    """What was posted, as a tensor of its own.
-
-    Args:
-        part: The tensor, flat.
-    """
-
-    __slots__ = ("at_ns", "part")
-
-    def __init__(self, part: Tensor) -> None:
-        self.at_ns = time.monotonic_ns()
-        self.part = part
-
-    def give_back(self) -> None:
-        """Do nothing: it is freed when nobody holds it."""
+    def __del__(self) -> None:
+        self.give_back()
 
 
 class Carrier(Protocol):

@@ -26,8 +26,9 @@ from onebox.wire.protocol.responses import Joined
 from onebox.worker.accelerator import Accelerator
 from onebox.worker.comm.agreement import collective_fingerprint
 from onebox.worker.comm.api import Begun, Finish, RankLost, ReceivedTensor, RowRange, check_rows, parts_of
-from onebox.worker.comm.carrier import Arrival, Call, Carrier, Expected, Posted, PostedTensor
+from onebox.worker.comm.carrier import Carrier, Expected, Posted
 from onebox.worker.comm.collectives import (
+    Call,
     code_of,
     disagreement,
     flat_spec,
@@ -90,7 +91,7 @@ class CarriedGroup:
         """Begin to receive a tensor from a rank; it arrives whole, in whatever parts it is sent."""
         check_rows(spec, rows)
 
-        def check(message: Arrival) -> None:
+        def check(message: Call) -> None:
             if message.spec != spec:
                 raise WireError(f"rank {peer} sent {message.spec} on channel {channel}, where {spec} was to come")
 
@@ -113,7 +114,7 @@ class CarriedGroup:
         if root != self.rank:
             self._order += 1
             return self._post(tensors, spec, [root], code)
-        return self._await_parts(PostedTensor(self._flat(tensors)), spec, code, _sum)
+        return self._await_parts(self._own(tensors), spec, code, _sum)
 
     def broadcast(self, specs: Sequence[TensorSpec], tensors: Sequence[Tensor], root: int) -> Begun:
         """Begin to broadcast tensors of one type from one rank, with a send to each of the others."""
@@ -122,9 +123,9 @@ class CarriedGroup:
         order, self._order = self._order + 1, self._order + 1
         if root == self.rank:
             return self._post(tensors, spec, self._others, code)
-        own = Call(code, spec, 0)
+        own = Call(code, spec)
 
-        def check(message: Arrival) -> None:
+        def check(message: Call) -> None:
             if (message.code, message.spec) != (code, spec):
                 raise disagreement(order, self.rank, own, root, message)
 
@@ -202,16 +203,20 @@ class CarriedGroup:
         """Return a new tensor with tensors of one type, concatenated."""
         return torch.cat([self._stage(tensor).reshape(-1) for tensor in tensors])
 
+    def _own(self, tensors: Sequence[Tensor]) -> Posted:
+        """Return tensors as if they had been posted."""
+        return Posted(self._flat(tensors), time.monotonic_ns())
+
     def _post(self, tensors: Sequence[Tensor], spec: TensorSpec, peers: Sequence[int], code: int) -> int:
         """Send tensors to some ranks; return when they have them."""
         staged = [self._stage(tensor) for tensor in tensors]
         return max([each.at_ns for each in self._posted(staged, spec, peers, code)], default=time.monotonic_ns())
 
-    def _wait(self, expected: Expected) -> Arrival:
+    def _wait(self, expected: Expected) -> Call:
         with self._progress.wait():
             return expected.wait()
 
-    def _expect(self, peer: int, channel: int, check: Callable[[Arrival], None]) -> Finish:
+    def _expect(self, peer: int, channel: int, check: Callable[[Call], None]) -> Finish:
         """Expect the next message of a channel, which is checked on arrival."""
         expected = self._way(peer).expect(peer, channel)
 
@@ -251,7 +256,7 @@ class CarriedGroup:
         """Send a part to all ranks, and combine those of all."""
         staged = [self._stage(tensor) for tensor in tensors]
         posted = self._posted(staged, spec, self._others, code)
-        return self._await_parts(posted[0] if posted else PostedTensor(self._flat(staged)), spec, code, combine)
+        return self._await_parts(posted[0] if posted else self._own(staged), spec, code, combine)
 
     def _await_parts(self, own: Posted, spec: TensorSpec, code: int, combine: _Combine) -> Finish:
         self._order += 1
@@ -300,7 +305,7 @@ class CarriedGroup:
         parts: dict[int, Expected],
         sums: dict[int, Expected],
     ) -> Tensor:
-        rank, own = self.rank, Call(code, spec_of(mine), 0)
+        rank, own = self.rank, Call(code, spec_of(mine))
         calls = [own if each == rank else parts[each].wait(aside=True) for each in range(self._size)]
         require_agreement(order, rank, calls)
         share = rank_sum([mine if each == rank else parts[each].part() for each in range(self._size)], _spare(parts))
@@ -312,8 +317,8 @@ class CarriedGroup:
             if peer == rank:
                 target.copy_(share)
                 continue
-            due, call = Call(code, spec_of(target), 0), sums[peer].wait(aside=True)
-            if (call.code, call.spec) != (due.code, due.spec):
+            due, call = Call(code, spec_of(target)), sums[peer].wait(aside=True)
+            if call[:2] != due[:2]:
                 raise disagreement(order, rank, due, peer, call)
             target.copy_(sums[peer].part())
             sums[peer].give_back()

@@ -8,6 +8,7 @@ readers of a message share one block. Large tensors are used in place without an
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections.abc import Sequence
@@ -18,10 +19,10 @@ from onebox.wire import DTYPES, TensorSpec, spec_of
 from onebox.wire.protocol.groups import FormGroup
 from onebox.wire.protocol.responses import Joined
 from onebox.worker.comm.api import RankLost, RowRange
-from onebox.worker.comm.shm.arena import MemoryBlock
+from onebox.worker.comm.carrier import Expected, Posted
 from onebox.worker.comm.shm.gpu_sender import GpuReceive, GpuShmSender, ShmCopier
 from onebox.worker.comm.shm.layout import check_dimensions
-from onebox.worker.comm.shm.receiver import PendingReceive, ShmReceiver
+from onebox.worker.comm.shm.receiver import ShmReceiver
 from onebox.worker.comm.shm.rendezvous import ShmPeers
 from onebox.worker.comm.shm.sender import BlockRegion, ShmSender, region_of
 from onebox.worker.memory.shared import SharedMemoryQuota
@@ -79,7 +80,6 @@ class ShmCarrier:
         Raises:
             WireError: It is not the next part.
         """
-        self._require_member()
         begin_ns = time.monotonic_ns()
         place = region_of(spec_of(tensor), within, self._begun.pop((peer, channel), None))
         last = place.last
@@ -103,25 +103,23 @@ class ShmCarrier:
         code: int,
         *,
         kept: bool = False,
-    ) -> PostedBlock:
+    ) -> Posted:
         """Send a copy of tensors, concatenated, to some ranks, which read one block."""
-        self._require_member()
+        if self._left:
+            raise RankLost("the group has been left")
         check_dimensions(spec)
-        posted = PostedBlock(self.sender, self.sender.write(tensors, spec.size_bytes), spec)
+        sender = self.sender
+        block = sender.write(tensors, spec.size_bytes)
+        block.readers += 1  # this rank
+        part = sender.memory.bytes[block.offset : block.offset + spec.size_bytes].view(DTYPES[spec.dtype])
+        posted = Posted(part, 0, functools.partial(sender.drop, block))
         for peer in peers:
-            self.sender.post(peer, channel, posted.block, spec, code=code)
+            sender.post(peer, channel, block, spec, code=code)
         posted.at_ns = time.monotonic_ns()
         return posted
 
-    def announce(self, spec: TensorSpec, peer: int, channel: int, code: int, at_ns: int) -> None:
-        """Send a message without elements, which arrives at a time."""
-        self._require_member()
-        check_dimensions(spec)
-        self.sender.post(peer, channel, None, spec, code=code, at_ns=at_ns)
-
-    def expect(self, peer: int, channel: int) -> PendingReceive | GpuReceive:
+    def expect(self, peer: int, channel: int) -> Expected:
         """Ask for the next message of a channel that has not been asked for."""
-        self._require_member()
         expected = self._inboxes[peer].expect(channel)
         return expected if self._gpu_sender is None else GpuReceive(expected, self._gpu_sender)
 
@@ -145,10 +143,6 @@ class ShmCarrier:
         self._begun.clear()
         for inbox in self._inboxes.values():
             inbox.close()
-
-    def _require_member(self) -> None:
-        if self._left:
-            raise RankLost("the group has been left")
 
     # ---- waits
 
@@ -176,26 +170,3 @@ class ShmCarrier:
             raise RankLost(f"rank {rank} is waited for no longer: the group is given up")
         if time.monotonic() > begin_s + self._timeout_s:
             raise RankLost(f"rank {rank} did not come within {self._timeout_s:.0f} s")
-
-
-class PostedBlock:
-    """A block that was posted; this rank reads it, too, until it gives it back."""
-
-    __slots__ = ("_sender", "at_ns", "block", "part")
-
-    def __init__(self, sender: ShmSender, block: MemoryBlock, spec: TensorSpec) -> None:
-        block.readers += 1
-        self.at_ns = 0
-        self.block: MemoryBlock | None = block
-        self._sender = sender
-        memory = sender.memory.bytes[block.offset : block.offset + spec.size_bytes]
-        self.part = memory.view(DTYPES[spec.dtype])
-
-    def give_back(self) -> None:
-        """Say that this rank does not read it any more. Idempotent."""
-        block, self.block = self.block, None
-        if block is not None:
-            self._sender.drop(block)
-
-    def __del__(self) -> None:
-        self.give_back()

@@ -17,6 +17,7 @@ from torch import Tensor
 from onebox.errors import WireError
 from onebox.wire import DTYPES, TensorSpec
 from onebox.worker.comm.api import RankLost
+from onebox.worker.comm.collectives import Call
 from onebox.worker.comm.shm.layout import (
     CELL_BYTES,
     CLOSED,
@@ -128,7 +129,7 @@ class ShmReceiver:
         Raises:
             RankLost: It will not arrive.
         """
-        memory = self.open()
+        memory = self._open()
         begin_s = time.monotonic()
         next_s = begin_s + SLICE_S
         if self._spins:
@@ -164,7 +165,7 @@ class ShmReceiver:
         count = prod(spec.shape)
         if not count:
             return torch.empty(0, dtype=dtype)
-        return torch.frombuffer(self.open().map, dtype=dtype, count=count, offset=message.offset)
+        return torch.frombuffer(self._open().map, dtype=dtype, count=count, offset=message.offset)
 
     def copy(self, message: ShmMessage) -> Tensor:
         """Return a tensor with the elements of a message."""
@@ -172,7 +173,7 @@ class ShmReceiver:
         made = torch.empty(spec.shape, dtype=DTYPES[spec.dtype])
         if message.offset < 0:
             raise WireError(f"rank {self.writer} does not compute: its {spec} has no elements")
-        ctypes.memmove(made.data_ptr(), self.open().address + message.offset, made.nbytes)
+        ctypes.memmove(made.data_ptr(), self._open().address + message.offset, made.nbytes)
         return made
 
     def lend(self, channel: int, order: int, message: ShmMessage) -> Tensor | None:
@@ -183,7 +184,7 @@ class ShmReceiver:
         Returns:
             The tensor; ``None`` if a copy is cheaper, or too much is lent.
         """
-        memory, size_bytes, dtype = self.open(), message.spec.size_bytes, DTYPES[message.spec.dtype]
+        memory, size_bytes, dtype = self._open(), message.spec.size_bytes, DTYPES[message.spec.dtype]
         room_bytes = len(memory.map) // _LENT_SHARE - self._lent_bytes
         numbers = dtype.is_floating_point or dtype.is_complex  # others may be indices
         if message.offset < 0 or not numbers or not _LENT_FROM_BYTES <= size_bytes <= room_bytes:
@@ -246,12 +247,7 @@ class ShmReceiver:
         self.memory = None
         self._channels.clear()
 
-    def open(self) -> SharedMemory:
-        """Return the writer's memory.
-
-        Raises:
-            RankLost: The group has been left.
-        """
+    def _open(self) -> SharedMemory:
         if self.memory is None:
             raise RankLost("the group has been left")
         return self.memory
@@ -262,7 +258,7 @@ class ShmReceiver:
         Raises:
             RankLost: The writer's memory holds none.
         """
-        memory = self.open()
+        memory = self._open()
         sent = memory.words[self._word + SENT]
         if sent - self._returned > _MOST_UNREAD:
             raise RankLost(f"rank {self.writer} has written {sent} messages, of which {self._returned} are read")
@@ -325,18 +321,13 @@ class PendingReceive:
         self._message: ShmMessage | None = None
         self._done = False
 
-    @property
-    def memory(self) -> SharedMemory:
-        """The writer's memory."""
-        return self._inbox.open()
-
     def find(self) -> ShmMessage | None:
         """Return the message if it has arrived."""
         if self._message is None:
             self._message = self._inbox.find(self._channel, self._order)
         return self._message
 
-    def wait(self, *, aside: bool = False) -> ShmMessage:
+    def wait(self, *, aside: bool = False) -> Call:
         """Wait for the message, in any thread.
 
         Raises:
@@ -344,7 +335,14 @@ class PendingReceive:
         """
         if self._message is None:
             self._message = self._inbox.wait(self._channel, self._order)
-        return self._message
+        message = self._message
+        return Call(message.code, message.spec, message.at_ns)
+
+    def place(self) -> tuple[SharedMemory, int, TensorSpec]:
+        """Return the writer's memory, and where the elements of the message that has come are in it, and what they are;
+        -1 where there are none."""
+        assert self._message is not None and self._inbox.memory is not None
+        return self._inbox.memory, self._message.offset, self._message.spec
 
     def part(self) -> Tensor:
         """Return the elements of the message that has come, flat, in the writer's memory; valid until it is

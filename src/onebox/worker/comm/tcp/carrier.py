@@ -14,7 +14,8 @@ from onebox.wire import TensorSpec, spec_of
 from onebox.wire.protocol.groups import FormGroup
 from onebox.worker.accelerator import Accelerator
 from onebox.worker.comm.api import MembershipStore, RankLost, RowRange
-from onebox.worker.comm.carrier import Call, PostedTensor
+from onebox.worker.comm.carrier import Posted
+from onebox.worker.comm.collectives import Call
 from onebox.worker.comm.tcp.connection import Connection
 from onebox.worker.comm.tcp.link import Expected, Link
 from onebox.worker.comm.tcp.mesh import GroupNetwork, Mesh, RelayClient
@@ -104,7 +105,7 @@ class TcpCarrier:
         whole, start = spec_of(dense), 0
         if within is not None:
             whole, start = _part(whole, within)
-        self._link(peer).post(Header(channel, 0, start, dense.nbytes, whole), _bytes_of(dense), dense)
+        self._links[peer].post(Header(channel, 0, start, dense.nbytes, whole), _bytes_of(dense), dense)
         return time.monotonic_ns()
 
     def post(
@@ -116,29 +117,17 @@ class TcpCarrier:
         code: int,
         *,
         kept: bool = False,
-    ) -> PostedTensor:
+    ) -> Posted:
         """Begin to send tensors, concatenated, to some ranks."""
         flat = tensors[0].reshape(-1) if kept else torch.cat([tensor.reshape(-1) for tensor in tensors])
         header, data = Header(channel, code, 0, flat.nbytes, spec), _bytes_of(flat)
         for peer in peers:
-            self._link(peer).post(header, data, flat)
-        return PostedTensor(flat)
+            self._links[peer].post(header, data, flat)
+        return Posted(flat, time.monotonic_ns())
 
     def expect(self, peer: int, channel: int) -> TcpReceive:
         """Ask for the next message of a channel that has not been asked for."""
-        return TcpReceive(self, self._link(peer).expect(channel))
-
-    def wait(self, expected: Expected, *, aside: bool) -> Message:
-        """Wait for a message.
-
-        Raises:
-            RankLost: It does not come.
-        """
-        return expected.wait(self._form.timeout_s, _nothing if aside else self._mesh.attend)
-
-    def to_device(self, tensor: Tensor) -> Tensor:
-        """Return a tensor of the device with the elements of one of the host."""
-        return self._accelerator.to_device(tensor)
+        return TcpReceive(self._links[peer].expect(channel), self._form.timeout_s, self._mesh, self._accelerator)
 
     def attend(self, *, waiting: bool = False) -> bool:
         """Ask the client what connections that are being made need; return whether there are any.
@@ -226,27 +215,26 @@ class TcpCarrier:
             self._mesh.attend(missing=True)
         self._mesh.stop_listening()
 
-    def _link(self, peer: int) -> Link:
-        if self._left:
-            raise RankLost("the group has been left")
-        return self._links[peer]
-
 
 class TcpReceive:
     """A message that was asked for; it is forgotten when this object is dropped.
 
     Args:
-        carrier: Waits for it.
         expected: The message.
+        within_s: Longest wait.
+        mesh: Asks the client for connections meanwhile.
+        accelerator: Device of the tensors.
     """
 
-    __slots__ = ("_carrier", "_expected", "_message")
+    __slots__ = ("_accelerator", "_expected", "_mesh", "_message", "_within_s")
 
     lasting = True
 
-    def __init__(self, carrier: TcpCarrier, expected: Expected) -> None:
-        self._carrier = carrier
+    def __init__(self, expected: Expected, within_s: float, mesh: Mesh, accelerator: Accelerator) -> None:
         self._expected = expected
+        self._within_s = within_s
+        self._mesh = mesh
+        self._accelerator = accelerator
         self._message: Message | None = None
 
     def wait(self, *, aside: bool = False) -> Call:
@@ -255,7 +243,7 @@ class TcpReceive:
         Raises:
             RankLost: It does not come.
         """
-        message = self._message = self._carrier.wait(self._expected, aside=aside)
+        message = self._message = self._expected.wait(self._within_s, _nothing if aside else self._mesh.attend)
         return Call(message.code, message.spec, time.monotonic_ns())
 
     def part(self) -> Tensor:
@@ -265,7 +253,7 @@ class TcpReceive:
 
     def take(self) -> Tensor:
         """Return a tensor of the device with its elements."""
-        return self._carrier.to_device(self.part())
+        return self._accelerator.to_device(self.part())
 
     def give_back(self) -> None:
         """Let go of it."""
