@@ -11,6 +11,10 @@ from onebox.wire import TensorSpec
 from onebox.worker.comm.api import RowRange
 from onebox.worker.comm.collectives import Call
 
+FEW_RANKS = 8
+"""Ranks up to which all exchange with all: they connect when the group is formed, so that a firewall is told of before
+work begins, and a small sum takes one step. In a larger group two connect when they first exchange something."""
+
 
 class Expected(Protocol):
     """A message that was asked for. Where this object is dropped, the message is given back when it comes."""
@@ -82,7 +86,7 @@ class Carrier(Protocol):
     """Those ranks."""
 
     shares_sums: bool
-    """Whether each byte costs so much that ranks share the addition of large sums."""
+    """Whether each byte, and each connection, costs so much that not all ranks add up the whole of a sum."""
 
     def send(self, tensor: Tensor, peer: int, channel: int, within: RowRange | None = None) -> int:
         """Send a tensor; see :meth:`onebox.worker.comm.api.WorkerGroup.send`."""

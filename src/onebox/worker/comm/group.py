@@ -2,8 +2,9 @@
 
 A sum is added up in the order of the ranks, whatever carries their parts, so that its bits are the same on all ranks,
 and for any number of hosts among which they are divided. A small one takes one step: each rank sends its tensors to all
-others, and adds all up. Of a larger one among three ranks or more, not all of which share memory, each rank adds up the
-share that is its own, and sends the result to the others: so each byte goes twice, however many ranks there are.
+others, and adds all up. Where not all ranks share memory, the first rank of many adds up, and sends the result to the
+others, so that not all pairs connect; and of a large sum of three ranks or more each adds up the share that is its own,
+so that each byte goes twice, however many ranks there are.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from onebox.wire.protocol.responses import Joined
 from onebox.worker.accelerator import Accelerator
 from onebox.worker.comm.agreement import collective_fingerprint
 from onebox.worker.comm.api import Begun, Finish, RankLost, ReceivedTensor, RowRange, check_rows, parts_of
-from onebox.worker.comm.carrier import Carrier, Expected, Posted
+from onebox.worker.comm.carrier import FEW_RANKS, Carrier, Expected, Posted
 from onebox.worker.comm.collectives import (
     Call,
     code_of,
@@ -80,7 +81,7 @@ class CarriedGroup:
         self._progress = progress
         self._order = 0
         self._left = False
-        self._shares = form.size > 2 and any(carrier.shares_sums for carrier in carriers)
+        self._far = form.size > 2 and any(carrier.shares_sums for carrier in carriers)
         self._adder: _Adder | None = None
 
     def send(self, tensor: Tensor, peer: int, channel: int, within: RowRange | None = None) -> int:
@@ -102,8 +103,10 @@ class CarriedGroup:
         self._require_member()
         specs = [spec_of(tensor) for tensor in tensors]
         spec, code = flat_spec(specs), code_of("a sum", collective_fingerprint(self._order, specs))
-        if self._shares and spec.size_bytes >= SHARED_BYTES:
-            return self._reduce_shares(self._flat(tensors), code)
+        if self._far and spec.size_bytes >= SHARED_BYTES:
+            return self._reduce_shares(self._flat(tensors), range(self._size), code)
+        if self._far and self._size > FEW_RANKS:
+            return self._reduce_shares(self._flat(tensors), [0], code)
         return self._all_parts(tensors, spec, code, _sum)
 
     def collect(self, tensors: Sequence[Tensor], root: int) -> Begun:
@@ -277,17 +280,30 @@ class CarriedGroup:
 
         return finish
 
-    def _reduce_shares(self, flat: Tensor, code: int) -> Finish:
-        """Begin a sum of which each rank adds up its share, in a thread: others wait for it, whatever this rank does
-        next."""
+    def _reduce_shares(self, flat: Tensor, adders: Sequence[int], code: int) -> Finish:
+        """Begin a sum of which some ranks add up a share each, in a thread: others wait for it, whatever such a rank
+        does next."""
         self._order += 1
-        order, shares = self._order, list(_shares(flat, self._size))
-        for peer in self._others:
-            self._posted([shares[peer]], spec_of(shares[peer]), [peer], code, kept=True)
-        parts = {peer: self._ways[peer].expect(peer, _PARTS) for peer in self._others}
-        sums = {peer: self._ways[peer].expect(peer, _SUMS) for peer in self._others}
+        order, shares = self._order, dict(zip(adders, _shares(flat, len(adders)), strict=True))
+        for peer, share in shares.items():
+            if peer != self.rank:
+                self._posted([share], spec_of(share), [peer], code, kept=True)
+        own = shares.get(self.rank)
+        parts = {} if own is None else {peer: self._ways[peer].expect(peer, _PARTS) for peer in self._others}
+        sums = {peer: self._ways[peer].expect(peer, _SUMS) for peer in adders if peer != self.rank}
+
+        def add() -> Tensor:
+            share = None if own is None else self._add_share(own, code, order, parts)
+            made = torch.empty_like(flat)
+            for peer, target in zip(adders, _shares(made, len(adders)), strict=True):
+                if peer in sums:
+                    self._take_share(target, code, order, peer, sums[peer])
+                elif share is not None:
+                    target.copy_(share)
+            return made
+
         self._adder = self._adder or _Adder()
-        future = self._adder.begin(lambda: self._add_share(flat, shares[self.rank], code, order, parts, sums))
+        future = self._adder.begin(add)
 
         def finish() -> ReceivedTensor:
             with self._progress.wait():
@@ -296,15 +312,8 @@ class CarriedGroup:
 
         return finish
 
-    def _add_share(
-        self,
-        flat: Tensor,
-        mine: Tensor,
-        code: int,
-        order: int,
-        parts: dict[int, Expected],
-        sums: dict[int, Expected],
-    ) -> Tensor:
+    def _add_share(self, mine: Tensor, code: int, order: int, parts: dict[int, Expected]) -> Tensor:
+        """Return the sum of a share, which the other ranks get."""
         rank, own = self.rank, Call(code, spec_of(mine))
         calls = [own if each == rank else parts[each].wait(aside=True) for each in range(self._size)]
         require_agreement(order, rank, calls)
@@ -312,17 +321,15 @@ class CarriedGroup:
         for each in parts.values():
             each.give_back()
         self._posted([share], own.spec, self._others, code, _SUMS, kept=True)
-        made = torch.empty_like(flat)
-        for peer, target in enumerate(_shares(made, self._size)):
-            if peer == rank:
-                target.copy_(share)
-                continue
-            due, call = Call(code, spec_of(target)), sums[peer].wait(aside=True)
-            if call[:2] != due[:2]:
-                raise disagreement(order, rank, due, peer, call)
-            target.copy_(sums[peer].part())
-            sums[peer].give_back()
-        return made
+        return share
+
+    def _take_share(self, target: Tensor, code: int, order: int, peer: int, expected: Expected) -> None:
+        """Put the sum of a share where it belongs."""
+        due, call = Call(code, spec_of(target)), expected.wait(aside=True)
+        if call[:2] != due[:2]:
+            raise disagreement(order, self.rank, due, peer, call)
+        target.copy_(expected.part())
+        expected.give_back()
 
     def _result(self, future: Future[Tensor]) -> Tensor:
         while True:
@@ -374,7 +381,7 @@ def _spare(expected: dict[int, Expected]) -> int | None:
 
 
 def _shares(flat: Tensor, size: int) -> Iterator[Tensor]:
-    """Return each rank's share of a flat tensor."""
+    """Return so many shares of a flat tensor."""
     count = len(flat)
-    for rank in range(size):
-        yield flat[count * rank // size : count * (rank + 1) // size]
+    for place in range(size):
+        yield flat[count * place // size : count * (place + 1) // size]

@@ -336,7 +336,7 @@ class Dissolving(HubChannel):
 def test_what_was_sent_comes_also_where_its_sender_had_to_connect_before_it_left(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(tcp_carrier, "EAGER_RANKS", 1)
+    monkeypatch.setattr(tcp_carrier, "FEW_RANKS", 1)
     hub, connect = Hub(), Mesh.connect
     left = threading.Event()
 

@@ -14,7 +14,7 @@ from onebox.wire import TensorSpec, spec_of
 from onebox.wire.protocol.groups import FormGroup
 from onebox.worker.accelerator import Accelerator
 from onebox.worker.comm.api import MembershipStore, RankLost, RowRange
-from onebox.worker.comm.carrier import Posted
+from onebox.worker.comm.carrier import FEW_RANKS, Posted
 from onebox.worker.comm.collectives import Call
 from onebox.worker.comm.tcp.connection import Connection
 from onebox.worker.comm.tcp.link import Expected, Link
@@ -22,10 +22,6 @@ from onebox.worker.comm.tcp.mesh import GroupNetwork, Mesh, RelayClient
 from onebox.worker.comm.tcp.messages import Header, Message
 from onebox.worker.comm.tcp.stream import StreamWriter
 from onebox.worker.progress import WorkerProgress
-
-EAGER_RANKS = 8
-"""Ranks up to which all connect to all when a group is formed, so that a firewall is told of before work begins; in a
-larger group two connect when they first exchange something."""
 
 CLOSE_S = 5.0
 """Longest wait of a leaving worker for its sends to be received, without any byte of them."""
@@ -90,7 +86,7 @@ class TcpCarrier:
             network=self._network,
             relay=relay,
         )
-        if form.size > EAGER_RANKS:
+        if form.size > FEW_RANKS:
             return
         try:
             self._connect_all(store)
