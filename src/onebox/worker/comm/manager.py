@@ -13,11 +13,11 @@ from onebox.errors import WireError
 from onebox.wire.protocol.groups import FormGroup
 from onebox.wire.protocol.instructions import Broadcast, Gather, Receive, Reduce, Send, Vote
 from onebox.wire.protocol.requests import Routine
-from onebox.wire.protocol.responses import GroupTraffic, Joined, Left, WorkerFailure
+from onebox.wire.protocol.responses import GroupTraffic, Joined, Left, RelayRequest, WorkerFailure
 from onebox.worker.accelerator import Accelerator, accelerator_for
 from onebox.worker.comm import nccl
 from onebox.worker.comm.api import ClientChannel, RankLost, WorkerGroup
-from onebox.worker.comm.client import ChannelRelay, ChannelStore, ClientGroup
+from onebox.worker.comm.client import ChannelStore, ClientGroup
 from onebox.worker.comm.hybrid import HybridGroup
 from onebox.worker.comm.nccl import REACH, NcclGroup
 from onebox.worker.comm.reachability import require_reachable
@@ -26,7 +26,7 @@ from onebox.worker.comm.shm.group import ShmGroup
 from onebox.worker.comm.shm.rendezvous import ShmPeers, find_shm_peers
 from onebox.worker.comm.shm.segment import supported
 from onebox.worker.comm.tcp.group import TcpGroup
-from onebox.worker.comm.tcp.mesh import GroupNetwork
+from onebox.worker.comm.tcp.mesh import GroupNetwork, RelayTo
 from onebox.worker.memory.buffers import Poisoned
 from onebox.worker.memory.shared import SharedMemoryQuota
 from onebox.worker.progress import WorkerProgress
@@ -291,7 +291,9 @@ def form_group(
     store = ChannelStore(channel, form.group, form.timeout_s)
 
     def by_sockets() -> TcpGroup:
-        relay = ChannelRelay(channel, form.group)
+        def relay(peer: int) -> None:
+            channel.send_to_client(RelayRequest(form.group, peer))
+
         return _by_sockets(form, store, accelerator, progress, network or GroupNetwork(), relay)
 
     copier = shm_copier_for(accelerator)
@@ -366,7 +368,7 @@ def _by_sockets(
     accelerator: Accelerator,
     progress: WorkerProgress,
     network: GroupNetwork,
-    relay: ChannelRelay,
+    relay: RelayTo,
 ) -> TcpGroup:
     encrypted = form.backend == "tls"
     address, advertised = forwarded_address(form.address, network.bound)

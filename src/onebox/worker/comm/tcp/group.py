@@ -44,7 +44,7 @@ from onebox.worker.comm.collectives import (
     require_joint,
 )
 from onebox.worker.comm.tcp.link import Expected, Link
-from onebox.worker.comm.tcp.mesh import GroupNetwork, Mesh, RelayClient
+from onebox.worker.comm.tcp.mesh import GroupNetwork, Mesh, RelayTo
 from onebox.worker.comm.tcp.messages import Header, Message
 from onebox.worker.comm.tcp.stream import StreamWriter
 from onebox.worker.progress import WorkerProgress
@@ -78,7 +78,7 @@ class TcpGroup:
         encrypted: Whether connections are encrypted.
         advertised: The IP address that leads the others there; ``address`` by default.
         network: Where others find this worker, and the meters of its connections.
-        relay: The client, for peers that cannot be connected to; ``None`` to do without.
+        relay: Asks the client to relay to peers that cannot be connected to; ``None`` to do without.
 
     Raises:
         RankLost: A rank did not come, or cannot be reached.
@@ -96,7 +96,7 @@ class TcpGroup:
         encrypted: bool,
         advertised: str = "",
         network: GroupNetwork | None = None,
-        relay: RelayClient | None = None,
+        relay: RelayTo | None = None,
     ) -> None:
         self._form = form
         self._accelerator = accelerator
