@@ -201,7 +201,7 @@ class Mesh:
             if found:
                 unreachable.discard(peer.host)
             elif relayed and (raw := self._acceptor.relayed(rank)) is not None:
-                raw.settimeout(2 * HANDSHAKE_S)  # the client connects to the peer meanwhile
+                raw.settimeout(HANDSHAKE_S)
                 try:
                     found = (self._begin(raw, rank, "the end that the client connects to"),)
                 except (OSError, RankLost) as error:  # whoever is on the way may have come in the client's place, too
