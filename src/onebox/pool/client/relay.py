@@ -10,6 +10,7 @@ from __future__ import annotations
 import hmac
 import logging
 import math
+import mmap
 import socket
 import threading
 import time
@@ -156,7 +157,7 @@ class _RelayedConnection:
 
     def _carry(self, source: socket.socket, target: socket.socket) -> int:
         """Hand on what one end sends, and its end; return the bytes."""
-        buffer, carried = memoryview(bytearray(CHUNK_BYTES)), 0
+        buffer, carried = memoryview(mmap.mmap(-1, CHUNK_BYTES)), 0  # takes memory as far as it is used
         try:
             while count := source.recv_into(buffer):
                 target.sendall(buffer[:count])
