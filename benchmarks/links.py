@@ -32,7 +32,8 @@ from onebox.wire import TensorSpec, spec_of
 from onebox.wire.protocol.groups import FormGroup
 from onebox.worker.accelerator import accelerator_for
 from onebox.worker.comm.api import MembershipStore, ReceivedTensor, WorkerGroup
-from onebox.worker.comm.tcp.group import TcpGroup
+from onebox.worker.comm.group import CarriedGroup
+from onebox.worker.comm.tcp.carrier import TcpCarrier
 from onebox.worker.progress import WorkerProgress
 from tests.net.hosts import Host, Network, unavailable
 
@@ -129,7 +130,9 @@ def form(encrypted: bool, rank: int, address: str, store: dist.Store) -> WorkerG
     """Form a group of the two ranks."""
     asked = FormGroup(1, rank, 2, "tcp", address, 60.0)
     keys = cast(MembershipStore, store)
-    return TcpGroup(asked, keys, accelerator_for("cpu"), WorkerProgress(), address, encrypted=encrypted)
+    device, progress = accelerator_for("cpu"), WorkerProgress()
+    carrier = TcpCarrier(asked, keys, device, progress, address, encrypted=encrypted)
+    return CarriedGroup(asked, [carrier], device, progress)
 
 
 class SocketPair:

@@ -75,7 +75,6 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--hosts", type=int, nargs="+", default=[4, 8, 16], help="of groups of many ranks, ascending")
     parser.add_argument("--ranks", type=int, default=4, help="of each of them")
-    parser.add_argument("--pairs", type=int, default=8, help="most hosts of a group of all pairs")
     options = parser.parse_args()
     why = unavailable()
     if why:
@@ -85,7 +84,7 @@ def main() -> None:
         result = agents(options)
         show("A pool of many", ["figure", "value"], [[key, str(value)] for key, value in result.items()])
     if "groups" in options.parts:
-        result |= measure_groups(options.hosts, options.ranks, pairs=options.pairs, rounds=options.rounds)
+        result |= measure_groups(options.hosts, options.ranks, rounds=options.rounds)
     finish(result, as_json=options.json)
 
 

@@ -3,7 +3,8 @@
 Measured for several numbers of hosts, so that what grows faster than linearly has an exponent:
 
 - forming the groups in which a data-parallel trainer sums: one on each host, and one of a worker for each host;
-- forming one group of all pairs, which plans with several stages need;
+- forming one group of all, which plans with several stages need, alone and with a message of each rank to the next, as
+  in a pipeline: ranks connect when they first exchange something;
 - a sum over all ranks, through memory within a host and a ring between the hosts;
 - the first steps of a trainer, whose parameters are compared with those of one process in float64.
 
@@ -39,7 +40,7 @@ from onebox.plan import Plan, Stage
 from onebox.pool import Pool, raise_first
 from onebox.pool.client.group_services import GroupServices
 from onebox.wire import TensorSpec
-from onebox.wire.protocol.instructions import Ask, Broadcast, Call, Free, Reduce
+from onebox.wire.protocol.instructions import Ask, Broadcast, Call, Free, Receive, Reduce, Send
 from onebox.wire.protocol.requests import Define, Instruction, StoredProgram
 from onebox.wire.protocol.responses import Lookup, Scalars
 from tests.kit import reference
@@ -66,13 +67,12 @@ class ManyCores(Fleet):
         return self.python(name, name, str(Path(__file__).with_name("many_agent.py")), *arguments)
 
 
-def measure_groups(hosts: Sequence[int], ranks: int, *, pairs: int, rounds: int) -> dict[str, Any]:
+def measure_groups(hosts: Sequence[int], ranks: int, *, rounds: int) -> dict[str, Any]:
     """Print and return the figures.
 
     Args:
         hosts: Numbers of hosts, ascending.
         ranks: Workers of each host.
-        pairs: Most hosts of a group of all pairs.
         rounds: Of each sum.
     """
     found: dict[int, dict[str, Any]] = {}
@@ -91,8 +91,8 @@ def measure_groups(hosts: Sequence[int], ranks: int, *, pairs: int, rounds: int)
             with fleet.client(), onebox.open(spec, threads=1, grace_s=GRACE_S, virtual_devices=False) as pool:
                 crew = Crew(fleet, used, pool)
                 found[count] = crew.formed(summing_groups(pool))
-                if count <= pairs:
-                    found[count] |= {f"pairs_{key}": value for key, value in crew.formed([everybody(pool)]).items()}
+                found[count] |= {f"all_{key}": value for key, value in crew.formed([everybody(pool)]).items()}
+                found[count] |= {f"pipeline_{key}": value for key, value in crew.pipelined().items()}
                 for size in SUMS_MB:
                     found[count] |= crew.summed(size << 20, rounds)
                 found[count] |= crew.trained()
@@ -142,6 +142,34 @@ class Crew:
             "threads": threads,
             **{f"form_{key}": value for key, value in spent.items()},
         }
+
+    def pipelined(self) -> dict[str, Any]:
+        """Form a group of all workers, send a tensor of each to the next one, and leave; return what that takes."""
+        pool, spec = self._pool, TensorSpec("float32", (256,))
+        group, fill, take, value, came, first = (pool.new_number() for _ in range(6))
+        last = len(pool) - 1
+        self._all(
+            lambda worker: [
+                Define(fill, StoredProgram(filled(spec))),
+                Define(take, StoredProgram(first_element(spec))),
+                Call(fill, (), (value,)),
+            ]
+        )
+
+        def instructions(worker: int) -> list[Instruction]:
+            sent = [Send(value, group, worker + 1)] if worker < last else []
+            received = [Receive(came, spec, group, worker - 1)] if worker else []
+            return [*sent, *received, Call(take, (came if worker else value,), (first,)), Ask("scalars", (first,))]
+
+        with self._spent() as spent:
+            self._form({group: everybody(pool)})
+            answers = self._all(instructions)
+        scalars = [each for answer in answers for each in answer.results if isinstance(each, Scalars)]
+        assert len(scalars) == len(pool) and {each.values for each in scalars} == {(1.0,)}, scalars
+        connections = self._connections()
+        self._leave({group: everybody(pool)})
+        self._all(lambda worker: [Free((value, first, *([came] if worker else [])), (fill, take))])
+        return {"connections": connections, **{f"form_{key}": value for key, value in spent.items()}}
 
     def summed(self, size_bytes: int, rounds: int) -> dict[str, Any]:
         """Sum so many bytes of each rank over all; return what that takes."""

@@ -162,7 +162,7 @@ class Inbox:
         if found is None:
             return  # of another channel
         if found.spec.size_bytes <= self.BLOCK and found.offset >= 0:
-            expected.take(found)
+            expected.take()
 
     def _give_up(self, rank: int, begin_s: float) -> None:
         raise RankLost("nothing came")

@@ -14,7 +14,6 @@ from onebox.wire.protocol.requests import Define, OptimizerSpec, Put
 from onebox.wire.protocol.snapshots import Drop, Fill, Read, Snapshot
 from onebox.worker.comm.api import RankLost
 from onebox.worker.comm.shm.gpu_sender import StreamShmCopier
-from onebox.worker.comm.shm.group import ShmGroup
 from onebox.worker.comm.shm.segment import SharedMemory, supported
 from onebox.worker.faults import FaultInjector
 from onebox.worker.memory.async_copy import CopyStream
@@ -22,7 +21,7 @@ from onebox.worker.optimizer.host_parameters import HostParameters
 from onebox.worker.snapshots.slots import SnapshotSlots
 from tests.kit.accelerator import ModelAccelerator
 from tests.unit.machines import Rig, define, elementwise
-from tests.unit.ranks import run_ranks
+from tests.unit.ranks import MemoryGroup, run_ranks
 
 SPEC = TensorSpec("float64", (40,))
 X, Y = torch.arange(40, dtype=torch.float64), torch.arange(40, dtype=torch.float64) * 3 - 7
@@ -170,7 +169,7 @@ def test_a_copy_holds_what_its_caller_frees(accelerator: ModelAccelerator) -> No
 def test_ranks_that_send_in_both_directions(accelerator: ModelAccelerator) -> None:
     """Each rank has its own stream of work, as it would have its own device."""
 
-    def rank(which: int, group: ShmGroup) -> list[Tensor]:
+    def rank(which: int, group: MemoryGroup) -> list[Tensor]:
         found = []
         with torch.inference_mode(), accelerator.on(accelerator.stream()):
             x, y = accelerator.to_device(X), accelerator.to_device(Y)

@@ -21,7 +21,7 @@ from onebox.wire.protocol.groups import LeaveGroup
 from onebox.wire.protocol.instructions import Get, Receive, Send
 from onebox.wire.protocol.requests import Put
 from onebox.wire.protocol.responses import GroupTraffic
-from onebox.worker.comm.tcp.group import CLOSE_S
+from onebox.worker.comm.tcp.carrier import CLOSE_S
 from onebox.worker.comm.tcp.mesh import MOST_CONNECTIONS
 from onebox.worker.comm.tcp.meter import LinkMeters
 from onebox.worker.comm.tcp.stream import StreamReader, StreamWriter

@@ -12,7 +12,8 @@ from onebox.wire import TensorSpec
 from onebox.wire.protocol.groups import FormGroup
 from onebox.worker.accelerator import accelerator_for
 from onebox.worker.comm.api import RankLost
-from onebox.worker.comm.shm.group import ShmGroup
+from onebox.worker.comm.group import CarriedGroup
+from onebox.worker.comm.shm.carrier import ShmCarrier
 from onebox.worker.comm.shm.rendezvous import find_shm_peers
 from onebox.worker.progress import WorkerProgress
 
@@ -51,10 +52,12 @@ class Folder:
         return [self.get(key) for key in keys]
 
 
-def join(folder: Path, rank: int) -> ShmGroup:
+def join(folder: Path, rank: int) -> CarriedGroup:
     """Join a group of two."""
     form = FormGroup(1, rank, 2, "tcp", "127.0.0.1", 60.0, True)
-    return ShmGroup(form, find_shm_peers(form, Folder(folder)), accelerator_for("cpu"), WorkerProgress())
+    progress = WorkerProgress()
+    memory = ShmCarrier(form, find_shm_peers(form, Folder(folder)), progress)
+    return CarriedGroup(form, [memory], accelerator_for("cpu"), progress)
 
 
 def to_text(spec: TensorSpec | None) -> torch.Tensor:

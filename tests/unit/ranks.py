@@ -15,9 +15,10 @@ from onebox.wire.protocol.groups import EmulatedLink, FormGroup, Reduced, Rendez
 from onebox.wire.protocol.responses import Contribution, Left, Lookup, RelayRequest
 from onebox.worker.accelerator import Accelerator
 from onebox.worker.comm.api import RankLost
+from onebox.worker.comm.group import CarriedGroup
+from onebox.worker.comm.shm.carrier import ShmCarrier
 from onebox.worker.comm.shm.gpu_sender import ShmCopier
-from onebox.worker.comm.shm.group import ShmGroup
-from onebox.worker.comm.shm.rendezvous import find_shm_peers
+from onebox.worker.comm.shm.rendezvous import ShmPeers, find_shm_peers
 from onebox.worker.memory.shared import SharedMemoryQuota
 from onebox.worker.progress import WorkerProgress
 from tests.unit.programs import HOST
@@ -98,7 +99,23 @@ class HubChannel:
             return Rendezvous(ticket, self.hub.answers.pop((self.worker, ticket))), ()
 
 
-Rank = Callable[[int, ShmGroup], Any]
+class MemoryGroup(CarriedGroup):
+    """A group of ranks that share memory; arguments as for the carrier."""
+
+    def __init__(
+        self,
+        form: FormGroup,
+        met: ShmPeers,
+        device: Accelerator = HOST,
+        copier: ShmCopier | None = None,
+        quota: SharedMemoryQuota | None = None,
+    ) -> None:
+        progress = WorkerProgress()
+        self.memory = ShmCarrier(form, met, progress, copier, quota)
+        super().__init__(form, [self.memory], device, progress, self.memory.joined)
+
+
+Rank = Callable[[int, Any], Any]
 
 
 def run_ranks(
@@ -132,11 +149,11 @@ def run_ranks(
         if len(met.memories) < size:
             raise RankLost(f"only ranks {sorted(met.memories)} share memory")
         device, quota = devices[number] if devices else HOST, (quotas or {}).get(number)
-        group: ShmGroup
+        group: CarriedGroup
         if isinstance(device, EmulatedAccelerator):
             group = EmulatedGroup(form, met, device, WorkerProgress(), device.clock, EmulatedLinks(), quota)
         else:
-            group = ShmGroup(form, met, device, WorkerProgress(), copier, quota)
+            group = MemoryGroup(form, met, device, copier, quota)
         del met
         try:
             return rank(number, group)

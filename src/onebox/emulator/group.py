@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from struct import Struct
 from typing import Any, Protocol
-from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -17,17 +19,18 @@ from onebox.errors import WireError
 from onebox.wire import DTYPES, TensorSpec, spec_of
 from onebox.wire.protocol.groups import EmulatedLink, FormGroup
 from onebox.worker.accelerator import Accelerator
-from onebox.worker.comm.api import ClientChannel, Finish, RankLost, ReceivedTensor, RowRange
+from onebox.worker.comm.api import Begun, ClientChannel, Finish, RankLost, ReceivedTensor, RowRange
+from onebox.worker.comm.carrier import Posted
 from onebox.worker.comm.client import ChannelStore
-from onebox.worker.comm.collectives import is_gather, require_agreement, require_joint
+from onebox.worker.comm.collectives import Call, flat_spec
+from onebox.worker.comm.group import CarriedGroup
 from onebox.worker.comm.manager import GroupManager
-from onebox.worker.comm.shm.collective import ShmCollective
-from onebox.worker.comm.shm.group import COLLECTIVES, ShmGroup
-from onebox.worker.comm.shm.layout import FREE, ShmMessage, check_dimensions
+from onebox.worker.comm.shm.carrier import ShmCarrier
+from onebox.worker.comm.shm.layout import FREE, check_dimensions
 from onebox.worker.comm.shm.receiver import PendingReceive
 from onebox.worker.comm.shm.rendezvous import ShmPeers, find_shm_peers
 from onebox.worker.comm.shm.segment import SharedMemory, supported
-from onebox.worker.comm.shm.sender import region_of
+from onebox.worker.comm.shm.sender import BlockRegion, region_of
 from onebox.worker.memory.shared import SharedMemoryQuota
 from onebox.worker.progress import WorkerProgress
 
@@ -64,7 +67,7 @@ class EmulatedGroups(GroupManager):
         self._links.retime(links)
         for group in self._groups.values():
             assert isinstance(group, EmulatedGroup)
-            group.retimed()
+            group.carrier.publish_speed()
 
     def _join(self, form: FormGroup, accelerator: Accelerator, progress: WorkerProgress) -> EmulatedGroup:
         store = ChannelStore(self._channel, form.group, form.timeout_s)
@@ -79,7 +82,7 @@ class EmulatedGroups(GroupManager):
         )
 
 
-class EmulatedGroup(ShmGroup):
+class EmulatedGroup(CarriedGroup):
     """A group of emulated devices.
 
     Args:
@@ -105,116 +108,209 @@ class EmulatedGroup(ShmGroup):
         *,
         settle: Callable[[], None] = lambda: None,
     ) -> None:
+        self.carrier = EmulatedCarrier(form, met, progress, clock, links, quota, settle)
+        super().__init__(form, [self.carrier], accelerator, progress, self.carrier.joined)
+        self._clock = clock
+        self._ring = EmulatedRing()
+        self._begun: deque[weakref.ref[_OnRing]] = deque()  # of which it is not known when they end
+
+    def reduce(self, tensors: Sequence[Tensor]) -> Finish:
+        """Begin to sum tensors of one type over the ranks, as one flat tensor."""
+        with self.carrier.on_ring() as expected:
+            return self._finish(super().reduce(tensors), expected, 2)
+
+    def gather(self, tensor: Tensor, spec: TensorSpec, dim: int, sizes: Sequence[int]) -> Finish:
+        """Begin to gather the ranks' tensors along a dimension."""
+        with self.carrier.on_ring() as expected:
+            return self._finish(super().gather(tensor, spec, dim, sizes), expected, 1)
+
+    def collect(self, tensors: Sequence[Tensor], root: int) -> Begun:
+        """Begin to sum tensors of one type for one rank."""
+        begun = super().collect(tensors, root)
+        return begun if isinstance(begun, int) else lambda: ReceivedTensor(begun().tensor, self._clock.now_ns)
+
+    def _finish(self, made: Finish, expected: Sequence[EmulatedReceive], passes: int) -> Finish:
+        begun = _OnRing(made, self._clock.now_ns, expected, passes)
+        self._begun.append(weakref.ref(begun))
+
+        def finish() -> ReceivedTensor:
+            while begun.tensor is None:  # the ring is simulated in the order in which collectives began
+                first = self._begun.popleft()() if self._begun else begun
+                if first is not None:
+                    first.run(self._ring, self.carrier)
+            self._clock.wait(begun.end_ns)
+            return ReceivedTensor(begun.tensor, self._clock.now_ns)
+
+        return finish
+
+
+class _OnRing:
+    """A collective on the ring of a group.
+
+    Args:
+        finish: Makes its result.
+        begin_ns: When this rank begins it.
+        expected: Messages of the others, which say when they do.
+        passes: How many times each byte goes round.
+    """
+
+    def __init__(self, finish: Finish, begin_ns: int, expected: Sequence[EmulatedReceive], passes: int) -> None:
+        self._finish = finish
+        self._begin_ns = begin_ns
+        self._expected = expected
+        self._passes = passes
+        self.tensor: Tensor | None = None
+        self.end_ns = 0
+
+    def run(self, ring: EmulatedRing, carrier: EmulatedCarrier) -> None:
+        """Wait for all ranks, and find out when it ends."""
+        made = self._finish().tensor
+        begun_ns = [self._begin_ns, *(message.wait().at_ns for message in self._expected)]
+        self.end_ns = ring.run(begun_ns, carrier.speeds(), self._passes, made.nbytes)
+        self.tensor = made
+
+
+class EmulatedCarrier(ShmCarrier):
+    """Carries messages without elements to emulated devices on this host, over emulated links.
+
+    Args:
+        form: The group, with this device's rank and its links to others.
+        met: As for a group of workers.
+        progress: Likewise.
+        clock: The clock of the device.
+        links: State of the device's links.
+        quota: As for a group of workers.
+        settle: Called before a wait.
+    """
+
+    def __init__(
+        self,
+        form: FormGroup,
+        met: ShmPeers,
+        progress: WorkerProgress,
+        clock: DeviceClock,
+        links: EmulatedLinks,
+        quota: SharedMemoryQuota | None,
+        settle: Callable[[], None],
+    ) -> None:
         links.lay(form.links)
-        super().__init__(form, met, accelerator, progress, quota=quota)
+        super().__init__(form, met, progress, quota=quota)
+        self._memories = [*met.memories.values()]
         self._clock = clock
         self._links = links
         self._settle = settle
         self._link_to = {link.peer: link.link for link in form.links}
-        self._ring = EmulatedRing()
-        self._timed = 0  # collectives with a known end on the ring
-        self._running: WeakValueDictionary[int, _Collective] = WeakValueDictionary()
-        self.retimed()
+        self._incomplete: dict[tuple[int, int], BlockRegion] = {}
+        self._on_ring: list[EmulatedReceive] | None = None
+        self.publish_speed()
 
-    def retimed(self) -> None:
-        """Publish the speed of this rank's slowest link; collectives in progress may use the former one."""
-        if self._sender is not None:
-            speed = self._links.slowest([*self._link_to.values()])
-            _SPEED.pack_into(self._sender.memory.map, 8 * FREE, speed.latency_ns, speed.ns_per_byte)
+    def publish_speed(self) -> None:
+        """Tell the others the speed of this rank's slowest link; collectives in progress may use the former one."""
+        speed = self._links.slowest([*self._link_to.values()])
+        _SPEED.pack_into(self.sender.memory.map, 8 * FREE, speed.latency_ns, speed.ns_per_byte)
+
+    def speeds(self) -> list[LinkSpeed]:
+        """Return the speeds of all ranks' slowest links."""
+        return [speed_in(memory) for memory in self._memories]
+
+    @contextmanager
+    def on_ring(self) -> Iterator[Sequence[EmulatedReceive]]:
+        """Begin a collective on the ring: messages say when each rank begins it. Return those that are expected."""
+        self._on_ring = expected = list[EmulatedReceive]()
+        try:
+            yield expected
+        finally:
+            self._on_ring = None
 
     def send(self, tensor: Tensor, peer: int, channel: int, within: RowRange | None = None) -> int:
         """Send the spec of a tensor, or of a part of one; return when it arrives."""
-        sender, spec = self._member(peer), spec_of(tensor)
-        place = region_of(spec, within, self._begun.pop((peer, channel), None))
+        spec = spec_of(tensor)
+        place = region_of(spec, within, self._incomplete.pop((peer, channel), None))
         check_dimensions(place.whole)
-        at_ns = self._sent(peer, spec)
+        at_ns = self._arrival_ns(peer, spec)
         if place.last:
-            sender.post(peer, channel, None, place.whole, at_ns=at_ns)
+            self.sender.post(peer, channel, None, place.whole, at_ns=at_ns)
         else:
-            self._begun[peer, channel] = place
+            self._incomplete[peer, channel] = place
         return at_ns
 
-    def _sent(self, peer: int, spec: TensorSpec) -> int:
+    def post(
+        self,
+        tensors: Sequence[Tensor],
+        spec: TensorSpec,
+        peers: Sequence[int],
+        channel: int,
+        code: int,
+        *,
+        kept: bool = False,
+    ) -> Posted:
+        """Send a spec to some ranks."""
+        check_dimensions(spec)
+        now_ns = self._clock.now_ns
+        posted = Posted(_empty(flat_spec([spec])), now_ns)
+        for peer in peers:
+            at_ns = now_ns if self._on_ring is not None else self._arrival_ns(peer, spec)
+            self.sender.post(peer, channel, None, spec, code=code, at_ns=at_ns)
+            posted.at_ns = max(posted.at_ns, at_ns)
+        return posted
+
+    def expect(self, peer: int, channel: int) -> EmulatedReceive:
+        """Ask for the next message of a channel that has not been asked for."""
+        message = super().expect(peer, channel)
+        assert isinstance(message, PendingReceive)
+        expected = EmulatedReceive(message, self._clock, self._settle)
+        if self._on_ring is not None:
+            self._on_ring.append(expected)
+        return expected
+
+    def close(self) -> None:
+        """Leave the group. Idempotent."""
+        super().close()
+        self._memories.clear()
+
+    def _arrival_ns(self, peer: int, spec: TensorSpec) -> int:
         """Return when what is sent now arrives at a rank."""
         now_ns = self._clock.now_ns
         return self._links.send(self._link_to[peer], spec.size_bytes, now_ns) if peer in self._link_to else now_ns
 
-    def _wait(self, expected: PendingReceive) -> ShmMessage:
-        if expected.find() is None:
+
+class EmulatedReceive:
+    """A message that was asked for, whose tensor has no elements.
+
+    Args:
+        expected: The message.
+        clock: The clock of the device.
+        settle: Called before a wait.
+    """
+
+    lasting = True
+
+    def __init__(self, expected: PendingReceive, clock: DeviceClock, settle: Callable[[], None]) -> None:
+        self._expected = expected
+        self._clock = clock
+        self._settle = settle
+        self.give_back = expected.give_back
+
+    def wait(self, *, aside: bool = False) -> Call:
+        """Wait for it, not for the time at which it arrives.
+
+        Raises:
+            RankLost: It does not come.
+        """
+        if self._expected.find() is None:
             self._settle()
-        return super()._wait(expected)
+        return self._expected.wait()
 
-    def _made(self, expected: PendingReceive, message: ShmMessage, peer: int) -> Tensor:
-        """Return a tensor without elements when it has arrived."""
-        expected.give_back()
+    def part(self) -> Tensor:
+        """Return its tensor, flat, when it has arrived."""
+        return self.take().view(-1)
+
+    def take(self) -> Tensor:
+        """Return its tensor when it has arrived."""
+        message = self._expected.wait()
         self._clock.wait(message.at_ns)
+        self.give_back()
         return _empty(message.spec)
-
-    def _hand_on(self, tensors: Sequence[Tensor], spec: TensorSpec, code: int, peers: Sequence[int]) -> int:
-        sender, ends_ns = self._member(self._rank), self._clock.now_ns
-        for peer in peers:
-            at_ns = self._sent(peer, spec)
-            sender.post(peer, COLLECTIVES, None, spec, code=code, at_ns=at_ns)
-            ends_ns = max(ends_ns, at_ns)
-        return ends_ns
-
-    def _start(
-        self,
-        tensors: Sequence[Tensor],
-        spec: TensorSpec,
-        code: int,
-        combine: Callable[[ShmCollective, list[ShmMessage]], Tensor],
-        *,
-        alone: bool = False,
-    ) -> Finish:
-        sender = self._member(self._rank)
-        self._order += 1
-        order, now_ns = self._order, self._clock.now_ns
-        for peer in [] if alone else self._peers:
-            sender.post(peer, COLLECTIVES, None, spec, code=code, at_ns=now_ns)
-        own = ShmMessage(0, code, -1, now_ns, spec)
-        expected = {peer: self._inboxes[peer].expect(COLLECTIVES) for peer in self._peers}
-        collective = _Collective(order, self._rank, own, None, (), expected, self._drop)
-        if not alone:
-            self._running[order] = collective
-
-        def finish() -> ReceivedTensor:
-            try:
-                messages = collective.messages(self._wait)
-                made = combine(collective, messages)
-                self._time(order)
-            finally:
-                collective.give_back()
-            self._clock.wait(max(message.at_ns for message in messages) if alone else collective.end_ns)
-            return ReceivedTensor(made, self._clock.now_ns)
-
-        return finish
-
-    def _time(self, order: int) -> None:
-        """Simulate all collectives on the ring up to one whose messages have arrived."""
-        while self._timed < order:
-            self._timed += 1
-            collective = self._running.get(self._timed)
-            if collective is not None:
-                messages = collective.messages(self._wait)
-                memories = [self._inboxes[rank].memory for rank in range(self._size)]
-                speeds = [speed_in(memory) for memory in memories if memory is not None]
-                collective.end_ns = self._ring.run([message.at_ns for message in messages], speeds, *_load(messages))
-
-
-class _Collective(ShmCollective):
-    """A collective whose results have no elements."""
-
-    end_ns = 0
-
-    def sum(self, messages: Sequence[ShmMessage]) -> Tensor:
-        require_agreement(self._order, self._rank, messages)
-        return _empty(messages[0].spec)
-
-    def join(self, messages: Sequence[ShmMessage], dim: int, spec: TensorSpec) -> Tensor:
-        require_agreement(self._order, self._rank, messages)
-        require_joint([message.spec for message in messages], dim, spec)
-        return _empty(spec)
 
 
 def speed_in(memory: SharedMemory) -> LinkSpeed:
@@ -227,13 +323,6 @@ def speed_in(memory: SharedMemory) -> LinkSpeed:
     if not (0 <= latency_ns < _SLOWEST and 0 <= ns_per_byte < _SLOWEST):
         raise WireError(f"a link of {latency_ns} ns and {ns_per_byte} ns for a byte; allowed: 0 to {_SLOWEST:g}")
     return LinkSpeed(latency_ns, ns_per_byte)
-
-
-def _load(messages: Sequence[ShmMessage]) -> tuple[int, int]:
-    """Return the number of ring passes of a collective, and its bytes."""
-    if is_gather(messages[0].code):
-        return 1, sum(message.spec.size_bytes for message in messages)
-    return 2, messages[0].spec.size_bytes
 
 
 def _empty(spec: TensorSpec) -> Tensor:

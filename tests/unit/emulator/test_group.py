@@ -22,7 +22,7 @@ from onebox.wire.protocol.groups import EmulatedLink, FormGroup, Retime
 from onebox.wire.protocol.instructions import Call, Gather, Receive, Reduce, Send
 from onebox.wire.protocol.requests import Define, Routine, Run, StoredProgram
 from onebox.worker.accelerator import accelerator_for
-from onebox.worker.comm.shm.group import ShmGroup
+from onebox.worker.comm.group import CarriedGroup
 from onebox.worker.comm.shm.layout import FREE
 from onebox.worker.comm.shm.segment import SharedMemory, supported
 from tests.unit.machines import Rig, define, elementwise
@@ -53,7 +53,7 @@ def test_messages_arrive_when_the_link_says() -> None:
     spec, devices = TensorSpec("uint8", (20_000,)), sims(3)  # 20 ms at 1 MB/s
     begin_ns = devices[0].clock.now_ns
 
-    def rank(number: int, group: ShmGroup) -> list[int]:
+    def rank(number: int, group: CarriedGroup) -> list[int]:
         own = empty(20_000)
         if number == 0:
             times = [group.send(own, peer, 0) for peer in (1, 1, 2)]
@@ -76,7 +76,7 @@ def test_collectives_take_as_long_as_on_a_ring(kind: str) -> None:
     devices[2].clock.wait(devices[0].clock.now_ns + 5 * MS)
     begin_ns = devices[2].clock.now_ns
 
-    def rank(number: int, group: ShmGroup) -> list[int]:
+    def rank(number: int, group: CarriedGroup) -> list[int]:
         found = []
         for _ in range(2):
             if kind == "sum":
@@ -101,7 +101,7 @@ def test_sums_for_one_and_broadcasts_take_the_way_of_who_sends() -> None:
     begin_ns = devices[0].clock.now_ns
     links = {number: [EmulatedLink(1 - number, 10 + number, 0.05, 40 / 0.1)] for number in range(2)}
 
-    def rank(number: int, group: ShmGroup) -> list[int]:
+    def rank(number: int, group: CarriedGroup) -> list[int]:
         mine, ends = torch.empty(10, device=META), []  # 40 bytes: 0.1 s
         for root in (0, 0):
             begun = group.collect([mine], root)
@@ -116,7 +116,7 @@ def test_sums_for_one_and_broadcasts_take_the_way_of_who_sends() -> None:
 def test_nothing_has_elements() -> None:
     spec = TensorSpec("float32", (1 << 40,))
 
-    def rank(number: int, group: ShmGroup) -> None:
+    def rank(number: int, group: CarriedGroup) -> None:
         group.send(torch.empty(spec.shape, device=META), 1 - number, 0)
         came = group.receive(spec, 1 - number, 0)().tensor
         assert came.is_meta and spec_of(came) == spec
@@ -137,7 +137,7 @@ def test_nothing_has_elements() -> None:
 def test_a_device_that_computes_cannot_use_what_has_no_elements() -> None:
     spec = TensorSpec("float32", (2,))
 
-    def rank(number: int, group: ShmGroup) -> bool:
+    def rank(number: int, group: CarriedGroup) -> bool:
         mine = torch.ones(2, device="cpu" if number else "meta")
         group.send(mine, 1 - number, 0)
         finishes = group.receive(spec, 1 - number, 0), group.reduce([mine])
@@ -180,6 +180,11 @@ class RankRig(Rig):
     def __init__(self, channel: HubChannel) -> None:
         super().__init__(device=EmulatedDevice())
         self.channel = channel
+        self.settled = 0
+
+    def settle(self) -> None:
+        """Note that waiting replies are to be sent."""
+        self.settled += 1
 
     def send_to_client(self, message: Any, frames: Sequence[Any] = ()) -> None:
         self.channel.send_to_client(message, frames)
@@ -269,18 +274,16 @@ def test_links_that_cannot_be_are_refused() -> None:
 def test_replies_that_wait_are_sent_before_it_waits_for_another_device() -> None:
     """The client may post what that one is to do when it has them."""
 
-    def rank(number: int, rig: RankRig) -> list[str]:
-        done: list[str] = []
-        rig.machine._groups.get(GROUP)._settle = lambda: done.append("settled")
+    def rank(number: int, rig: RankRig) -> int:
         if number == 0:
             rig.do(Receive(2, SPEC, GROUP, 1), Call(100, (2,), (3,)))
         else:
             time.sleep(0.2)
             rig.do(Send(1, GROUP, 0))
         assert rig.failures == []
-        return done
+        return rig.settled
 
-    assert run(rank) == [["settled"], []]
+    assert run(rank) == [1, 0]
 
 
 def test_devices_that_share_no_memory_form_no_group() -> None:

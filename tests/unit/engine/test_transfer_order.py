@@ -148,7 +148,7 @@ def test_a_plan_that_would_mix_up_messages_uses_tcp_and_cannot_take_over(
     ):
         float(trainer.step(*batch(8, 0)))
     assert tags and all(tags) and posted.count(FormGroup)
-    assert "use Gloo" in caplog.text and "receive for" in caplog.text and "send of stage" in caplog.text
+    assert "use TCP" in caplog.text and "receive for" in caplog.text and "send of stage" in caplog.text
     arguments = grouped(pool=pool, plan=right, recover=False)
     with onebox.Trainer(model, functional.mse_loss, torch.optim.SGD(model.parameters(), 0.1), **arguments) as trainer:
         float(trainer.step(*batch(8, 0)))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Literal, Protocol, get_args
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -20,16 +20,18 @@ Purpose = Literal["a sum", "a sum for one rank", "a broadcast"]
 _PURPOSES = get_args(Purpose)
 
 
-class Call(Protocol):
-    """What a rank came for: the message of its part."""
+class Call(NamedTuple):
+    """What a message says beside its elements: for a collective, what a rank came for.
 
-    @property
-    def code(self) -> int:
-        """Purpose code."""
+    Args:
+        code: Purpose code.
+        spec: Spec of its tensor.
+        at_ns: Time since which it is available, on the monotonic clock.
+    """
 
-    @property
-    def spec(self) -> TensorSpec:
-        """Spec of its part."""
+    code: int
+    spec: TensorSpec
+    at_ns: int = 0
 
 
 def code_of(purpose: Purpose, fingerprint: int) -> int:

@@ -1,33 +1,33 @@
-"""Groups whose ranks reach each other in two ways: by memory or NCCL where they can, and by any other way."""
+"""Groups some of whose ranks reach each other by NCCL."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 from torch import Tensor
 
 from onebox.wire import TensorSpec
 from onebox.wire.protocol.responses import Joined
 from onebox.worker.comm.api import Begun, Finish, RowRange, WorkerGroup
+from onebox.worker.comm.nccl import NcclGroup
 
 
 class HybridGroup:
-    """A group that sends to some ranks in one way and to the others in another.
+    """A group that sends to some ranks by NCCL, and to the others as workers without a GPU do.
 
     All messages between two ranks use one way, so that they arrive in order.
 
     Args:
-        near: The preferred way to some ranks.
-        peers: Those ranks; the same choice is made on both sides.
+        near: The way by NCCL to some ranks.
         whole: A way to all ranks.
-        collectives: The way of collectives, which is one of all ranks.
+        collectives: The one of the two that all ranks have in common, for collectives.
     """
 
-    def __init__(self, near: WorkerGroup, peers: Collection[int], whole: WorkerGroup, collectives: WorkerGroup) -> None:
+    def __init__(self, near: NcclGroup, whole: WorkerGroup, collectives: WorkerGroup) -> None:
         self._near = near
         self._whole = whole
         self._collectives = collectives
-        self._peers = frozenset(peers)
+        self._peers = frozenset(near.peers)
 
     @property
     def rank(self) -> int:
@@ -37,8 +37,7 @@ class HybridGroup:
     @property
     def joined(self) -> Joined:
         """Return the ranks that share memory with this one."""
-        shared = self._near.joined
-        return shared if shared != Joined() else self._whole.joined
+        return self._whole.joined
 
     def reduce(self, tensors: Sequence[Tensor]) -> Finish:
         """Begin to sum tensors of one type over the ranks, as one flat tensor."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from contextlib import suppress
 
 import msgspec
@@ -17,15 +17,17 @@ from onebox.wire.protocol.responses import GroupTraffic, Joined, Left, RelayRequ
 from onebox.worker.accelerator import Accelerator, accelerator_for
 from onebox.worker.comm import nccl
 from onebox.worker.comm.api import ClientChannel, RankLost, WorkerGroup
+from onebox.worker.comm.carrier import Carrier
 from onebox.worker.comm.client import ChannelStore, ClientGroup
+from onebox.worker.comm.group import CarriedGroup
 from onebox.worker.comm.hybrid import HybridGroup
 from onebox.worker.comm.nccl import REACH, NcclGroup
 from onebox.worker.comm.reachability import require_reachable
-from onebox.worker.comm.shm.gpu_sender import ShmCopier, shm_copier_for
-from onebox.worker.comm.shm.group import ShmGroup
-from onebox.worker.comm.shm.rendezvous import ShmPeers, find_shm_peers
+from onebox.worker.comm.shm.carrier import ShmCarrier
+from onebox.worker.comm.shm.gpu_sender import shm_copier_for
+from onebox.worker.comm.shm.rendezvous import find_shm_peers
 from onebox.worker.comm.shm.segment import supported
-from onebox.worker.comm.tcp.group import TcpGroup
+from onebox.worker.comm.tcp.carrier import TcpCarrier
 from onebox.worker.comm.tcp.mesh import GroupNetwork, RelayTo
 from onebox.worker.memory.buffers import Poisoned
 from onebox.worker.memory.shared import SharedMemoryQuota
@@ -290,21 +292,30 @@ def form_group(
         return ClientGroup(form, channel, accelerator)
     store = ChannelStore(channel, form.group, form.timeout_s)
 
-    def by_sockets() -> TcpGroup:
-        def relay(peer: int) -> None:
-            channel.send_to_client(RelayRequest(form.group, peer))
+    def relay(peer: int) -> None:
+        channel.send_to_client(RelayRequest(form.group, peer))
 
-        return _by_sockets(form, store, accelerator, progress, network or GroupNetwork(), relay)
-
-    copier = shm_copier_for(accelerator)
-
-    def peers() -> ShmPeers | None:
-        if not (form.shared and supported()):
-            return None
-        return find_shm_peers(form, store, paged=copier is not None, sharing_key=sharing_key)
-
-    def by_host() -> WorkerGroup:
-        return _by_host(form, accelerator, progress, shared, copier, peers(), by_sockets)
+    def by_host() -> CarriedGroup:
+        """Join through memory where it is shared, and over TCP where not."""
+        carriers: list[Carrier] = []
+        joined, whole = Joined(), False
+        if form.shared and supported():
+            copier = shm_copier_for(accelerator)
+            met = find_shm_peers(form, store, paged=copier is not None, sharing_key=sharing_key)
+            whole = met.whole
+            if whole or len(met.memories) > 1 or met.apart:
+                memory = ShmCarrier(form, met, progress, copier, shared)
+                carriers.append(memory)
+                joined = memory.joined
+        try:
+            if not whole:
+                reached = network or GroupNetwork()
+                carriers.append(_by_tcp(form, store, accelerator, progress, reached, relay, joined.near))
+        except BaseException:
+            for carrier in carriers:
+                carrier.close()
+            raise
+        return CarriedGroup(form, carriers, accelerator, progress, joined)
 
     with progress.wait():
         if form.rank not in form.nccl:
@@ -318,7 +329,7 @@ def form_group(
         except BaseException:
             whole.close()
             raise
-        return HybridGroup(near, near.peers, whole, near if everybody else whole)
+        return HybridGroup(near, whole, near if everybody else whole)
 
 
 def _by_nccl(form: FormGroup, store: ChannelStore, accelerator: Accelerator, progress: WorkerProgress) -> NcclGroup:
@@ -335,44 +346,18 @@ def _by_nccl(form: FormGroup, store: ChannelStore, accelerator: Accelerator, pro
         raise RankLost(f"the group could not be formed: {str(error).splitlines()[0]}") from error
 
 
-def _by_host(
-    form: FormGroup,
-    accelerator: Accelerator,
-    progress: WorkerProgress,
-    shared: SharedMemoryQuota | None,
-    copier: ShmCopier | None,
-    met: ShmPeers | None,
-    by_sockets: Callable[[], TcpGroup],
-) -> WorkerGroup:
-    """Join a group through memory where it is shared, and sockets."""
-    near = None if met is None else ShmGroup(form, met, accelerator, progress, copier, shared)
-    if near is not None and met is not None and met.whole:
-        return near
-    try:
-        whole = by_sockets()
-    except BaseException:
-        if near is not None:
-            near.close()
-        raise
-    if near is None or met is None:
-        return whole
-    if len(met.memories) == 1 and not met.apart:
-        near.close()
-        return whole
-    return HybridGroup(near, near.joined.near, whole, whole)
-
-
-def _by_sockets(
+def _by_tcp(
     form: FormGroup,
     store: ChannelStore,
     accelerator: Accelerator,
     progress: WorkerProgress,
     network: GroupNetwork,
     relay: RelayTo,
-) -> TcpGroup:
+    near: Sequence[int],
+) -> TcpCarrier:
     encrypted = form.backend == "tls"
     address, advertised = forwarded_address(form.address, network.bound)
-    return TcpGroup(
+    return TcpCarrier(
         form,
         store,
         accelerator,
@@ -382,4 +367,5 @@ def _by_sockets(
         advertised=advertised,
         network=network,
         relay=relay if encrypted else None,
+        near=near,
     )

@@ -24,13 +24,12 @@ from onebox.wire.protocol.responses import WorkerMemory
 from onebox.wire.protocol.snapshots import Fill, Snapshot
 from onebox.worker.accelerator import Accelerator, DeviceFailed, HostAccelerator, accelerator_for, needs_driver
 from onebox.worker.comm.shm.gpu_sender import shm_copier_for
-from onebox.worker.comm.shm.group import ShmGroup
 from onebox.worker.comm.shm.segment import supported
 from onebox.worker.device import ComputeDevice
 from onebox.worker.memory.buffers import Poisoned
 from tests.unit.machines import Rig, define, elementwise
 from tests.unit.programs import HOST
-from tests.unit.ranks import run_ranks
+from tests.unit.ranks import MemoryGroup, run_ranks
 
 PACKAGE = Path(onebox.worker.__file__).parent
 ATTRIBUTES = {"cuda", "is_cuda", "is_pinned", "pin_memory", "record_stream"}
@@ -234,7 +233,7 @@ def test_whatever_fails_on_a_failed_device_ends_the_worker(use: Any) -> None:
 def test_another_device_stands_in_for_a_group() -> None:
     stand_in = StandIn()
 
-    def rank(number: int, group: ShmGroup) -> None:
+    def rank(number: int, group: MemoryGroup) -> None:
         x = torch.arange(5000.0)
         group.send(x + number, 1 - number, 0)
         assert torch.equal(group.receive(spec_of(x), 1 - number, 0)().tensor, x + 1 - number)

@@ -26,7 +26,7 @@ from onebox.wire.protocol.responses import LOOKUP_KEYS, Contribution, Left
 from onebox.worker.comm.api import RankLost, ReceivedTensor, RowRange, WorkerGroup
 from onebox.worker.comm.client import ChannelStore, ClientGroup
 from onebox.worker.comm.manager import GroupManager, form_group
-from onebox.worker.comm.tcp import group as tcp_group
+from onebox.worker.comm.tcp import carrier as tcp_carrier
 from onebox.worker.comm.tcp.mesh import Mesh
 from onebox.worker.execution.collectives import PendingBucket
 from onebox.worker.progress import WorkerProgress
@@ -336,7 +336,7 @@ class Dissolving(HubChannel):
 def test_what_was_sent_comes_also_where_its_sender_had_to_connect_before_it_left(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(tcp_group, "EAGER_RANKS", 1)
+    monkeypatch.setattr(tcp_carrier, "FEW_RANKS", 1)
     hub, connect = Hub(), Mesh.connect
     left = threading.Event()
 

@@ -20,7 +20,6 @@ from onebox.wire.protocol.instructions import Broadcast, Reduce
 from onebox.wire.protocol.requests import Routine
 from onebox.worker.comm.api import Begun, RankLost, WorkerGroup
 from onebox.worker.comm.client import ClientGroup
-from onebox.worker.comm.hybrid import HybridGroup
 from onebox.worker.comm.manager import form_group, groups_of
 from onebox.worker.comm.shm.segment import supported
 from onebox.worker.execution.collectives import CollectiveExecutor
@@ -33,20 +32,15 @@ WAYS = ["shared memory", "sockets", "both"]
 
 
 def run(size: int, way: str, rank: Callable[[WorkerGroup], Any], *, timeout_s: float = 20.0) -> list[Any]:
-    """Form a group of threads and run a function in each rank; ``both`` is a group as of several hosts."""
+    """Form a group of threads and run a function in each rank; ``both`` is a group of which the last is elsewhere."""
     if way != "sockets" and not supported():
         pytest.skip("groups through shared memory need Linux on x86-64")
     hub, formed = Hub(), threading.Barrier(size)
 
     def one(number: int) -> Any:
-        def form(group: int, *, shared: bool) -> WorkerGroup:
-            asked = FormGroup(group, number, size, "tcp", "127.0.0.1", timeout_s, shared)
-            return form_group(asked, hub.channel(number), HOST, WorkerProgress())
-
-        group = form(3, shared=way != "sockets")
-        if way == "both":
-            sockets = form(4, shared=False)
-            group = HybridGroup(group, group.joined.near, sockets, sockets)
+        form = FormGroup(3, number, size, "tcp", "127.0.0.1", timeout_s, way != "sockets")
+        place = b"last" if way == "both" and number == size - 1 else b"first"
+        group = form_group(form, hub.channel(number), HOST, WorkerProgress(), sharing_key=place)
         try:
             formed.wait(60)  # one that leaves at once would be missed by those that still form the group
             return rank(group)
@@ -98,7 +92,7 @@ def test_what_is_broadcast_comes_to_all_others(way: str) -> None:
 @every_way
 def test_what_is_sent_is_what_it_was_then(way: str) -> None:
     both = threading.Barrier(2, timeout=20)
-    sent = part(0, 1 << 20)  # more than a socket holds
+    sent = part(0, (1 << 21) + 3)  # more than a socket holds, and than is copied at once
 
     def rank(group: WorkerGroup) -> Tensor | None:
         if group.rank == 0:
@@ -204,7 +198,7 @@ def test_nothing_is_held_of_what_nobody_waits_for() -> None:
             group.broadcast([TensorSpec("float32", (10_000,))], [torch.zeros(10_000)] if number else (), 1)
         for _ in range(2):
             assert group.reduce([torch.ones(1)])().tensor.item() == 2
-        return int(group._sender.unread_bytes)
+        return int(group.memory.sender.unread_bytes)
 
     assert max(run_ranks(2, rank)) < 40_000
 

@@ -17,7 +17,6 @@ from onebox.wire import DTYPES, TensorSpec
 from onebox.worker.accelerator import Accelerator
 from onebox.worker.comm.api import RankLost
 from onebox.worker.comm.shm.arena import MemoryBlock, rounded
-from onebox.worker.comm.shm.layout import ShmMessage
 from onebox.worker.comm.shm.receiver import PendingReceive
 from onebox.worker.comm.shm.segment import SharedMemory
 from onebox.worker.comm.shm.sender import BlockRegion, ShmSender
@@ -170,12 +169,15 @@ class GpuShmSender:
         self._queue.put(_Waiting(done, peer, channel, block, place.whole if place.last else None))
         return place._replace(block=block)
 
-    def receive(self, expected: PendingReceive, message: ShmMessage, memory: SharedMemory) -> Tensor:
-        """Return a tensor of the device with the elements of a message, which is returned when they have been
-        copied.
+    def receive(self, expected: PendingReceive) -> Tensor:
+        """Return a tensor of the device with the elements of a message that has come, which is returned when they have
+        been copied.
         """
         self.settle()
-        made, done = self._copier.into(memory, message.offset, message.spec)
+        memory, offset, spec = expected.place()
+        if offset < 0:
+            return expected.take()
+        made, done = self._copier.into(memory, offset, spec)
         self._reading.append((done, expected))
         return made
 
@@ -203,3 +205,25 @@ class GpuShmSender:
                 self._sender.leave()
                 return
             del waiting
+
+
+class GpuReceive:
+    """A requested message for such a device.
+
+    Args:
+        expected: The message.
+        gpu: Copies it.
+    """
+
+    lasting = False
+
+    def __init__(self, expected: PendingReceive, gpu: GpuShmSender) -> None:
+        self._expected = expected
+        self._gpu = gpu
+        self.wait = expected.wait
+        self.part = expected.part
+        self.give_back = expected.give_back
+
+    def take(self) -> Tensor:
+        """Return a tensor of the device with its elements."""
+        return self._gpu.receive(self._expected)

@@ -17,6 +17,7 @@ from torch import Tensor
 from onebox.errors import WireError
 from onebox.wire import DTYPES, TensorSpec
 from onebox.worker.comm.api import RankLost
+from onebox.worker.comm.collectives import Call
 from onebox.worker.comm.shm.layout import (
     CELL_BYTES,
     CLOSED,
@@ -50,6 +51,9 @@ _MOST_UNREAD = 1 << 18
 _MOST_ELEMENTS = 1 << 58
 """Most elements of a tensor, whose bytes can then be numbered."""
 
+_MOST_AHEAD_NS = 86_400 * 10**9
+"""Longest time from now until a message may be available; an emulated device is ahead of the clock."""
+
 _LENT_SHARE = 4
 """Inverse of the largest fraction of the writer's span that is lent at a time; further tensors are copied."""
 
@@ -72,7 +76,7 @@ send."""
 
 
 class ShmReceiver:
-    """Receiver of the messages from one rank to another.
+    """Receiver of the messages from one rank to another. Thread-safe.
 
     The writer, and every other rank of the group, can write its memory at any time. So a number is read there once, and
     checked before use; and only tensors of floating-point elements are used in place, by operators that none of them
@@ -98,33 +102,26 @@ class ShmReceiver:
         self._lent_bytes = 0
         self._over: deque[ShmMessage] = deque()  # lent messages that are released; filled from any thread
         self._dropped: deque[tuple[int, int]] = deque()  # requests that nobody waits for; filled from any thread
-        self._owner = threading.get_ident()
         self._spins = False
-        self._busy = False  # as long as a method changes what a finalizer must not, which may run in its middle
+        self._lock = threading.Lock()  # not taken by finalizers, which may run in the thread that has it
         self._channels: dict[int, _Channel] = defaultdict(_Channel)
 
     def expect(self, channel: int) -> PendingReceive:
         """Return the wait for the next message of a channel that has not been requested yet."""
-        self._busy = True
-        try:
+        with self._lock:
             self._settle()
             found = self._channels[channel]
             found.asked += 1
-        finally:
-            self._busy = False
-        return PendingReceive(self, channel, found.asked)
+            return PendingReceive(self, channel, found.asked)
 
     def find(self, channel: int, order: int) -> ShmMessage | None:
         """Return a message if it has arrived."""
-        self._busy = True
-        try:
+        with self._lock:
             messages = self._channels[channel].messages
             if order not in messages:
                 self._settle()
                 self._look()
             return messages.get(order)
-        finally:
-            self._busy = False
 
     def wait(self, channel: int, order: int) -> ShmMessage:
         """Wait for a message.
@@ -137,18 +134,20 @@ class ShmReceiver:
         next_s = begin_s + SLICE_S
         if self._spins:
             self._spin(memory, begin_s + _SPIN_S)
+        seen = self._seen  # as another thread may look, too, before this one is asleep
         while (message := self.find(channel, order)) is None:
             left = memory.words[LEFT]
-            more = memory.words[self._word + SENT] > self._seen
+            more = memory.words[self._word + SENT] > seen
             if left and not more:
                 raise RankLost(f"rank {self.writer} has left the group")
-            if (not more and memory.sleep(self._word + SENT, self._seen)) or time.monotonic() > next_s:
+            if (not more and memory.sleep(self._word + SENT, seen)) or time.monotonic() > next_s:
                 next_s = time.monotonic() + SLICE_S  # also while messages of other channels arrive
                 try:
                     self._watch(self.writer, begin_s)
                 except RankLost:
                     if self.find(channel, order) is None:  # messages sent before the writer ended are valid
                         raise
+            seen = self._seen
         self._spins = time.monotonic() < begin_s + _SPUN_S
         return message
 
@@ -192,12 +191,9 @@ class ShmReceiver:
             return None
         view = (ctypes.c_char * size_bytes).from_buffer(memory.map, message.offset)
         weakref.finalize(view, _end, memory, self._over, message).atexit = False
-        self._busy = True
-        try:
+        with self._lock:
             self._lent_bytes += size_bytes
             self._forget(channel, order)
-        finally:
-            self._busy = False
         lent = torch.frombuffer(view, dtype=dtype).view(message.spec.shape)
         storage = lent.untyped_storage()._cdata
         LENT_STORAGES.add(storage)
@@ -206,22 +202,18 @@ class ShmReceiver:
 
     def give_back(self, channel: int, order: int) -> None:
         """Return the memory of a message to the writer; a message that has not arrived yet is returned on arrival."""
-        self._busy = True
-        try:
+        with self._lock:
             self._give_back(channel, order)
-        finally:
-            self._busy = False
 
     def drop(self, channel: int, order: int) -> None:
         """Do the same for a finalizer, which runs in any thread and in the middle of any method: now, or when the
         next message is requested."""
         self._dropped.append((channel, order))
-        if threading.get_ident() == self._owner and not self._busy:
-            self._busy = True
+        if self._lock.acquire(blocking=False):
             try:
                 self._settle()
             finally:
-                self._busy = False
+                self._lock.release()
 
     def _settle(self) -> None:
         """Return lent memory that has been released, and messages of dropped requests."""
@@ -276,6 +268,9 @@ class ShmReceiver:
                 memory.map, cell
             )
             spec = self._spec(len(memory.map), next_cell, offset, dtype, dimensions, shape)
+            ahead_ns = at_ns - time.monotonic_ns()
+            if at_ns < 0 or ahead_ns > _MOST_AHEAD_NS:
+                raise RankLost(f"a message that arrives in {ahead_ns / 1e9:g} s; allowed: a day")
             self._seen += 1
             self._cell = next_cell
             found = self._channels[channel]
@@ -315,35 +310,52 @@ class ShmReceiver:
 class PendingReceive:
     """A requested message; it is returned when this object is dropped."""
 
-    __slots__ = ("_channel", "_done", "_inbox", "_order")
+    __slots__ = ("_channel", "_done", "_inbox", "_message", "_order")
+
+    lasting = False
 
     def __init__(self, inbox: ShmReceiver, channel: int, order: int) -> None:
         self._inbox = inbox
         self._channel = channel
         self._order = order
+        self._message: ShmMessage | None = None
         self._done = False
 
     def find(self) -> ShmMessage | None:
         """Return the message if it has arrived."""
-        return self._inbox.find(self._channel, self._order)
+        if self._message is None:
+            self._message = self._inbox.find(self._channel, self._order)
+        return self._message
 
-    def wait(self) -> ShmMessage:
-        """Wait for the message.
+    def wait(self, *, aside: bool = False) -> Call:
+        """Wait for the message, in any thread.
 
         Raises:
             RankLost: It will not arrive.
         """
-        return self._inbox.wait(self._channel, self._order)
+        if self._message is None:
+            self._message = self._inbox.wait(self._channel, self._order)
+        message = self._message
+        return Call(message.code, message.spec, message.at_ns)
 
-    def part(self, message: ShmMessage) -> Tensor:
-        """Return its elements, flat, in the writer's memory; valid until it is returned."""
-        return self._inbox.part(message)
+    def place(self) -> tuple[SharedMemory, int, TensorSpec]:
+        """Return the writer's memory, and where the elements of the message that has come are in it, and what they are;
+        -1 where there are none."""
+        assert self._message is not None and self._inbox.memory is not None
+        return self._inbox.memory, self._message.offset, self._message.spec
 
-    def take(self, message: ShmMessage) -> Tensor:
+    def part(self) -> Tensor:
+        """Return the elements of the message that has come, flat, in the writer's memory; valid until it is
+        returned."""
+        assert self._message is not None
+        return self._inbox.part(self._message)
+
+    def take(self) -> Tensor:
         """Return a tensor with its elements, owned by the reader."""
-        lent = self._inbox.lend(self._channel, self._order, message)
+        assert self._message is not None
+        lent = self._inbox.lend(self._channel, self._order, self._message)
         if lent is None:
-            copied = self._inbox.copy(message)
+            copied = self._inbox.copy(self._message)
             self.give_back()
             return copied
         self._done = True

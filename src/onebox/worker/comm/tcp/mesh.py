@@ -306,7 +306,7 @@ class Mesh:
                 raise RankLost(f"{where} has the key of another rank than {rank}")
             call = _CALL.pack(_MARK, self._rank, place, count)
             connection.send(call + proof(peer.secret, b"calls", call))
-            if _read(connection, PROOF_BYTES) != proof(peer.secret, b"accepts", call):
+            if not hmac.compare_digest(_read(connection, PROOF_BYTES), proof(peer.secret, b"accepts", call)):
                 raise ConnectionError("it closes the connection")
             connection.send(_GO)
             connection.settle()

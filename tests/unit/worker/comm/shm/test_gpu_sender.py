@@ -18,9 +18,8 @@ from onebox.wire import DTYPES, TensorSpec
 from onebox.worker.accelerator import accelerator_for
 from onebox.worker.comm.api import RankLost, RowRange
 from onebox.worker.comm.shm.gpu_sender import ShmCopy, shm_copier_for
-from onebox.worker.comm.shm.group import ShmGroup
 from onebox.worker.comm.shm.segment import SharedMemory, supported
-from tests.unit.ranks import run_ranks
+from tests.unit.ranks import MemoryGroup, run_ranks
 
 pytestmark = pytest.mark.skipif(not supported(), reason="groups through shared memory need Linux on x86-64")
 
@@ -100,7 +99,7 @@ def number(sender: int, order: int) -> Tensor:
 def test_letters_leave_when_their_copies_are_made_and_in_their_order() -> None:
     copier = LateCopier()
 
-    def rank(which: int, group: ShmGroup) -> None:
+    def rank(which: int, group: MemoryGroup) -> None:
         if which == 1:
             first, second = group.receive(LARGE, 0, 0), group.receive(LARGE, 0, 0)
             assert torch.equal(first().tensor, number(0, 0))
@@ -110,11 +109,10 @@ def test_letters_leave_when_their_copies_are_made_and_in_their_order() -> None:
         for tensor in tensors:
             group.send(tensor, 1, 0)
             tensor.zero_()  # who sends may write to it at once
-        assert group._sender is not None
-        assert group._sender._lanes[1].sent == 0
+        assert group.memory.sender._lanes[1].sent == 0
         copier.outs[1].make()
         time.sleep(0.05)
-        assert group._sender._lanes[1].sent == 0, "the first is on its way, and the other behind it"
+        assert group.memory.sender._lanes[1].sent == 0, "the first is on its way, and the other behind it"
         copier.outs[0].make()
 
     run_ranks(2, rank, copiers={0: copier})
@@ -125,7 +123,7 @@ def test_letters_leave_when_their_copies_are_made_and_in_their_order() -> None:
 def test_a_tensor_leaves_when_all_of_its_parts_are_copied() -> None:
     copier = LateCopier()
 
-    def rank(which: int, group: ShmGroup) -> None:
+    def rank(which: int, group: MemoryGroup) -> None:
         whole, rows = number(0, 0), (5_000, 15_000)
         if which == 1:
             assert torch.equal(group.receive(LARGE, 0, 0, rows)().tensor, whole)
@@ -135,8 +133,7 @@ def test_a_tensor_leaves_when_all_of_its_parts_are_copied() -> None:
         copier.outs[0].make()
         group.send(second, 1, 0, RowRange(LARGE, rows[0]))
         time.sleep(0.05)
-        assert group._sender is not None
-        assert group._sender._lanes[1].sent == 0, "one part is still on its way"
+        assert group.memory.sender._lanes[1].sent == 0, "one part is still on its way"
         copier.outs[1].make()
 
     run_ranks(2, rank, copiers={0: copier})
@@ -146,14 +143,13 @@ def test_a_tensor_leaves_when_all_of_its_parts_are_copied() -> None:
 def test_what_is_read_is_given_back_when_its_copy_is_made() -> None:
     copier = LateCopier()
 
-    def rank(which: int, group: ShmGroup) -> list[int]:
-        assert group._sender is not None
+    def rank(which: int, group: MemoryGroup) -> list[int]:
         if which == 0:
             group.send(number(0, 0), 1, 0)
             unread = []
             for _ in range(2):
                 group.receive(FLAG, 1, 0)()
-                unread.append(group._sender.unread_bytes)
+                unread.append(group.memory.sender.unread_bytes)
                 group.send(torch.tensor(True), 1, 1)
             return unread
         made = group.receive(LARGE, 0, 0)().tensor
@@ -178,14 +174,13 @@ def test_what_is_read_is_given_back_when_its_copy_is_made() -> None:
 def test_a_rank_that_only_receives_gives_blocks_back() -> None:
     copier = LateCopier()
 
-    def rank(which: int, group: ShmGroup) -> int:
-        assert group._sender is not None
+    def rank(which: int, group: MemoryGroup) -> int:
         most_bytes = 0
         for order in range(20):
             if which == 0:
                 group.send(number(0, order), 1, 0)
                 group.gather(torch.tensor([order]), TensorSpec("int64", (2,)), 0, (1, 1))()
-                most_bytes = max(most_bytes, group._sender.unread_bytes)
+                most_bytes = max(most_bytes, group.memory.sender.unread_bytes)
             else:
                 group.receive(LARGE, 0, 0)()
                 copier.intos[-1].make()
@@ -201,7 +196,7 @@ def test_ranks_that_all_send_before_they_receive_get_everything(size: int, sizes
     """Accelerators and processors alike: nobody waits for a copy of its own, for which others would wait."""
     copiers = {which: LateCopier(random.Random(seed + which)) for which in range(size) if seed >> which & 1}
 
-    def rank(which: int, group: ShmGroup) -> None:
+    def rank(which: int, group: MemoryGroup) -> None:
         peers = [peer for peer in range(size) if peer != which]
         for order, count in enumerate(sizes):
             for peer in peers:
@@ -227,7 +222,7 @@ def test_ranks_that_all_send_before_they_receive_get_everything(size: int, sizes
 def test_a_copy_that_fails_ends_the_group_for_everybody() -> None:
     copier = LateCopier()
 
-    def rank(which: int, group: ShmGroup) -> None:
+    def rank(which: int, group: MemoryGroup) -> None:
         if which == 1:
             with pytest.raises(RankLost, match="rank 0 has left the group"):
                 group.receive(LARGE, 0, 0)()
@@ -235,8 +230,8 @@ def test_a_copy_that_fails_ends_the_group_for_everybody() -> None:
         group.send(number(0, 0), 1, 0)
         copier.outs[0].failure = "the device is on fire"
         copier.outs[0].make()
-        assert group._gpu_sender is not None
-        group._gpu_sender._thread.join(20)
+        assert group.memory._gpu_sender is not None
+        group.memory._gpu_sender._thread.join(20)
         with pytest.raises(RankLost, match="the group has been left: the device is on fire"):
             group.send(number(0, 1), 1, 0)
 
@@ -247,9 +242,8 @@ def test_pages_that_a_driver_knows_stay_until_the_group_is_left() -> None:
     """Also those of a rank that has no accelerator itself, but sends to one."""
     copier = LateCopier()
 
-    def rank(which: int, group: ShmGroup) -> int:
-        assert group._sender is not None
-        arena = group._sender._arena
+    def rank(which: int, group: MemoryGroup) -> int:
+        arena = group.memory.sender._arena
         if which == 0:
             for block in [arena.take(8 << 20) for _ in range(40)]:
                 arena.give(block)

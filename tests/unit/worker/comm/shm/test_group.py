@@ -17,12 +17,11 @@ from torch import Tensor
 from onebox.errors import WireError
 from onebox.wire import DTYPES, TensorSpec, spec_of
 from onebox.worker.comm.api import Finish, RankLost, RowRange
-from onebox.worker.comm.shm.group import ShmGroup
 from onebox.worker.comm.shm.rendezvous import _Card, shm_domain
 from onebox.worker.comm.shm.segment import LEAST_BYTES, supported
 from onebox.worker.comm.shm.sender import region_of
 from tests.kit import leaks
-from tests.unit.ranks import run_ranks
+from tests.unit.ranks import MemoryGroup, run_ranks
 
 pytestmark = pytest.mark.skipif(not supported(), reason="groups through shared memory need Linux on x86-64")
 
@@ -42,7 +41,7 @@ def part(rank: int, order: int, shape: tuple[int, ...], dtype: str = "float64") 
 @given(st.integers(1, 4), st.lists(st.lists(st.integers(0, 40), min_size=1, max_size=3), min_size=1, max_size=5))
 @settings(max_examples=25)
 def test_every_rank_gets_the_same_sum(size: int, buckets: list[list[int]]) -> None:
-    def rank(number: int, group: ShmGroup) -> list[Tensor]:
+    def rank(number: int, group: MemoryGroup) -> list[Tensor]:
         finishes = [
             group.reduce([part(number, order, (1, count)) / 7 for count in counts])
             for order, counts in enumerate(buckets)
@@ -67,7 +66,7 @@ def test_every_rank_gets_all_parts(size: int, dtype: str, sizes: list[int], data
     parts = [part(number, 0, (*shape[:dim], sizes[number], *shape[dim + 1 :]), dtype) for number in range(size)]
     whole = torch.cat(parts, dim)
 
-    def rank(number: int, group: ShmGroup) -> torch.Tensor:
+    def rank(number: int, group: MemoryGroup) -> torch.Tensor:
         return group.gather(parts[number], spec_of(whole), dim, sizes[:size])().tensor
 
     for result in run_ranks(size, rank):
@@ -76,7 +75,7 @@ def test_every_rank_gets_all_parts(size: int, dtype: str, sizes: list[int], data
 
 
 def test_a_part_stays_until_its_own_rank_has_read_it_too() -> None:
-    def rank(number: int, group: ShmGroup) -> float:
+    def rank(number: int, group: MemoryGroup) -> float:
         first = group.reduce([torch.ones(1000)])
         if number == 1:
             total = first().tensor
@@ -112,7 +111,7 @@ def test_types_of_sums(dtype: str) -> None:
     ids=["bytes", "size of elements", "element type", "kind"],
 )
 def test_ranks_that_disagree_are_told_so(other: object, named: str) -> None:
-    def rank(number: int, group: ShmGroup) -> str:
+    def rank(number: int, group: MemoryGroup) -> str:
         first = group.reduce([torch.ones(1)])
         second = other(group) if number == 1 else group.reduce([torch.ones(2)])  # type: ignore[operator]
         assert first().tensor.tolist() == [2.0]
@@ -126,7 +125,7 @@ def test_ranks_that_disagree_are_told_so(other: object, named: str) -> None:
 
 
 def test_parts_that_do_not_fit_together() -> None:
-    def rank(number: int, group: ShmGroup) -> None:
+    def rank(number: int, group: MemoryGroup) -> None:
         finish = group.gather(torch.ones(2, 2 + number), TensorSpec("float32", (4, 2 + number)), 0, (2, 2))
         with pytest.raises(WireError, match=r"disagree.*float32\[2, 2\].*float32\[2, 3\]|float32\[2, 3\].*float32"):
             finish()
@@ -164,7 +163,7 @@ def test_what_is_received_is_what_was_sent(
     for number in sent:
         events.insert(chance.randint(events.index(("send", number)) + 1, len(events)), ("wait", number))
 
-    def rank(number: int, group: ShmGroup) -> dict[int, Tensor]:
+    def rank(number: int, group: MemoryGroup) -> dict[int, Tensor]:
         finishes: dict[int, Finish] = {}
         made = {}
         for which in sent:  # asked for in the order of sending, waited for in any
@@ -191,7 +190,7 @@ def test_nobody_waits_to_send_however_much_is_unread() -> None:
     everything = threading.Event()
     large = torch.arange(1 << 21, dtype=torch.float32)  # 8 MB
 
-    def rank(number: int, group: ShmGroup) -> None:
+    def rank(number: int, group: MemoryGroup) -> None:
         small, other = TensorSpec("int64", (1,)), TensorSpec("float32", (1 << 21,))
         if number == 0:
             for count in range(3000):
@@ -210,7 +209,7 @@ def test_nobody_waits_to_send_however_much_is_unread() -> None:
 
 
 def test_what_was_read_is_used_again() -> None:
-    def rank(number: int, group: ShmGroup) -> int:
+    def rank(number: int, group: MemoryGroup) -> int:
         spec = TensorSpec("float32", (1000,))
         for step in range(500):
             if number == 0:
@@ -219,14 +218,13 @@ def test_what_was_read_is_used_again() -> None:
             else:
                 assert float(group.receive(spec, 0, 0)().tensor[-1]) == step
                 group.send(torch.tensor(True), 0, 0)
-        assert group._sender is not None
-        return group._sender._arena.backed_bytes
+        return group.memory.sender._arena.backed_bytes
 
     assert max(run_ranks(2, rank)) < 50_000, "a few tensors of 4,000 bytes, and some messages"
 
 
 def test_a_letter_or_sum_that_nobody_waits_for_holds_no_memory() -> None:
-    def rank(number: int, group: ShmGroup) -> int:
+    def rank(number: int, group: MemoryGroup) -> int:
         spec = TensorSpec("float32", (10_000,))
         for _ in range(20):
             group.send(torch.zeros(10_000), 1 - number, 3)
@@ -236,8 +234,7 @@ def test_a_letter_or_sum_that_nobody_waits_for_holds_no_memory() -> None:
         assert group.receive(TensorSpec("float32", (1,)), 1 - number, 3)().tensor.item() == 1
         assert group.reduce([torch.ones(1)])().tensor.item() == 2
         assert group.reduce([torch.ones(1)])().tensor.item() == 2  # by now the other has returned all before
-        assert group._sender is not None
-        return group._sender.unread_bytes
+        return group.memory.sender.unread_bytes
 
     assert max(run_ranks(2, rank)) < 40_000
 
@@ -246,7 +243,7 @@ def test_a_letter_or_sum_that_nobody_waits_for_holds_no_memory() -> None:
     "spec", [TensorSpec("float32", (3,)), TensorSpec("int32", (2,)), TensorSpec("float32", (2, 1))]
 )
 def test_a_tensor_that_is_not_what_was_to_come(spec: TensorSpec) -> None:
-    def rank(number: int, group: ShmGroup) -> None:
+    def rank(number: int, group: MemoryGroup) -> None:
         if number == 0:
             group.send(torch.ones(2), 1, 0)
             group.send(torch.zeros(2), 1, 0)
@@ -259,7 +256,7 @@ def test_a_tensor_that_is_not_what_was_to_come(spec: TensorSpec) -> None:
 
 
 def test_ranks_and_tensors_that_do_not_travel() -> None:
-    def rank(number: int, group: ShmGroup) -> None:
+    def rank(number: int, group: MemoryGroup) -> None:
         with pytest.raises(WireError, match="rank 1 of a group of 1"):
             group.send(torch.ones(1), 1, 0)
         with pytest.raises(WireError, match="rank -1"):
@@ -283,13 +280,12 @@ LARGE = TensorSpec("float32", (1 << 16,))
 def test_what_was_received_is_the_readers_own_until_it_forgets_it() -> None:
     """However much is sent meanwhile; then its memory is used again."""
 
-    def rank(number: int, group: ShmGroup) -> int:
+    def rank(number: int, group: MemoryGroup) -> int:
         if number == 0:
             for count in range(60):
                 group.send(torch.full(LARGE.shape, float(count)), 1, 0)
                 group.receive(TensorSpec("bool", ()), 1, 0)()
-            assert group._sender is not None
-            return group._sender._arena.backed_bytes
+            return group.memory.sender._arena.backed_bytes
         kept: list[Tensor] = []
         for count in range(60):
             kept.append(group.receive(LARGE, 0, 0)().tensor)
@@ -306,7 +302,7 @@ def test_what_was_received_is_the_readers_own_until_it_forgets_it() -> None:
 
 
 def test_what_was_received_outlasts_its_group_and_is_forgotten_in_any_thread() -> None:
-    def rank(number: int, group: ShmGroup) -> Tensor | None:
+    def rank(number: int, group: MemoryGroup) -> Tensor | None:
         if number == 1:
             group.send(torch.arange(LARGE.shape[0], dtype=torch.float32), 0, 0)
             return None
@@ -327,7 +323,7 @@ def test_what_was_received_outlasts_its_group_and_is_forgotten_in_any_thread() -
 
 
 def test_what_is_forgotten_in_another_thread_is_given_back() -> None:
-    def rank(number: int, group: ShmGroup) -> int:
+    def rank(number: int, group: MemoryGroup) -> int:
         if number == 1:
             for _ in range(2):
                 kept = [group.receive(LARGE, 0, 0)().tensor]
@@ -341,8 +337,7 @@ def test_what_is_forgotten_in_another_thread_is_given_back() -> None:
         group.send(torch.zeros(LARGE.shape), 1, 0)
         group.send(torch.zeros(LARGE.shape), 1, 0)
         group.receive(TensorSpec("bool", ()), 1, 0)()
-        assert group._sender is not None
-        unread = group._sender.unread_bytes
+        unread = group.memory.sender.unread_bytes
         group.send(torch.tensor(True), 1, 1)
         return unread
 
@@ -352,7 +347,7 @@ def test_what_is_forgotten_in_another_thread_is_given_back() -> None:
 def test_no_more_than_a_part_of_a_writers_memory_is_lent() -> None:
     """Where address space is short, what comes beyond that is copied."""
 
-    def rank(number: int, group: ShmGroup) -> int:
+    def rank(number: int, group: MemoryGroup) -> int:
         spec = TensorSpec("float16", (3 << 19,))
         if number == 1:
             for count in range(40):
@@ -364,7 +359,7 @@ def test_no_more_than_a_part_of_a_writers_memory_is_lent() -> None:
             kept.append(group.receive(spec, 1, 0)().tensor)
             assert all(tensor[-1] == place for place, tensor in enumerate(kept))
             group.send(torch.tensor(True), 1, 0)
-        return group._inboxes[1]._lent_bytes
+        return group.memory._inboxes[1]._lent_bytes
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("onebox.worker.comm.shm.segment.SPAN_BYTES", LEAST_BYTES)
@@ -384,7 +379,7 @@ def nothing_left() -> Iterator[None]:
 
 @pytest.mark.usefixtures("nothing_left")
 def test_nothing_stays_behind() -> None:
-    def rank(number: int, group: ShmGroup) -> Finish:
+    def rank(number: int, group: MemoryGroup) -> Finish:
         for size in (10, 400_000, 900_000):
             group.reduce([torch.zeros(size)])()
             group.send(torch.zeros(size), (number + 1) % 3, 0)
@@ -398,7 +393,7 @@ def test_nothing_stays_behind() -> None:
 
 @pytest.mark.usefixtures("nothing_left")
 def test_nothing_stays_behind_of_a_group_that_nobody_joins() -> None:
-    def rank(number: int, group: ShmGroup) -> None:
+    def rank(number: int, group: MemoryGroup) -> None:
         raise AssertionError("there is no group")
 
     with pytest.MonkeyPatch.context() as patch:
@@ -410,7 +405,7 @@ def test_nothing_stays_behind_of_a_group_that_nobody_joins() -> None:
 
 
 def test_who_waits_for_a_rank_that_leaves_hears_of_it_at_once() -> None:
-    def rank(number: int, group: ShmGroup) -> None:
+    def rank(number: int, group: MemoryGroup) -> None:
         group.reduce([torch.ones(1)])()
         if number == 0:
             wait = group.reduce([torch.ones(1)])
@@ -425,7 +420,7 @@ def test_who_waits_for_a_rank_that_leaves_hears_of_it_at_once() -> None:
 def test_what_a_rank_published_before_it_left_still_counts() -> None:
     left = threading.Event()
 
-    def rank(number: int, group: ShmGroup) -> float:
+    def rank(number: int, group: MemoryGroup) -> float:
         wait = group.reduce([torch.ones(1)])
         if number == 1:
             group.close()
@@ -442,14 +437,14 @@ def test_what_a_rank_sends_at_the_last_moment_still_counts(moment: str) -> None:
     """The reader has looked and found nothing; then the other sends and leaves, or ends, before the reader gives up."""
     looked, left = threading.Event(), threading.Event()
 
-    def rank(number: int, group: ShmGroup) -> float:
+    def rank(number: int, group: MemoryGroup) -> float:
         if number == 1:
             assert looked.wait(30)
             group.send(torch.ones(1), 0, 0)
             group.close()
             left.set()
             return 0.0
-        inbox = group._inboxes[1]
+        inbox = group.memory._inboxes[1]
         original = getattr(inbox, moment)
 
         def last_moment(*arguments: int) -> object:
@@ -472,7 +467,7 @@ def test_what_a_rank_sends_at_the_last_moment_still_counts(moment: str) -> None:
 def test_who_waits_can_be_told_from_another_thread_to_wait_no_longer() -> None:
     waits = threading.Event()
 
-    def rank(number: int, group: ShmGroup) -> None:
+    def rank(number: int, group: MemoryGroup) -> None:
         if number == 1:
             waits.wait(20)
             return
@@ -493,7 +488,7 @@ def test_who_waits_can_be_told_from_another_thread_to_wait_no_longer() -> None:
 def test_letters_of_other_channels_do_not_prolong_a_wait() -> None:
     done = threading.Event()
 
-    def rank(number: int, group: ShmGroup) -> None:
+    def rank(number: int, group: MemoryGroup) -> None:
         if number == 1:
             end_s = time.monotonic() + 20
             while not done.is_set() and time.monotonic() < end_s:
@@ -511,7 +506,7 @@ def test_letters_of_other_channels_do_not_prolong_a_wait() -> None:
 def test_a_rank_that_does_not_come_is_waited_for_as_long_as_allowed() -> None:
     done = threading.Event()
 
-    def rank(number: int, group: ShmGroup) -> None:
+    def rank(number: int, group: MemoryGroup) -> None:
         if number == 1:
             assert done.wait(20)
             return

@@ -12,17 +12,15 @@ from torch import Tensor
 from onebox.errors import WireError
 from onebox.wire import DTYPES, TensorSpec, overload
 from onebox.wire.protocol.groups import FormGroup
-from onebox.worker.accelerator import accelerator_for
 from onebox.worker.comm.api import RankLost
-from onebox.worker.comm.shm.group import ShmGroup
 from onebox.worker.comm.shm.layout import DIMENSIONS, HEADER, LEFT, NEXT_RETURNED, RETURNED, SENT, lane_start
 from onebox.worker.comm.shm.receiver import ShmReceiver
 from onebox.worker.comm.shm.rendezvous import ShmPeers
 from onebox.worker.comm.shm.segment import SharedMemory, supported
 from onebox.worker.comm.shm.sender import ShmSender
 from onebox.worker.memory.shared import LENT_STORAGES
-from onebox.worker.progress import WorkerProgress
 from onebox.worker.sandbox.argument_checks import guarded
+from tests.unit.ranks import MemoryGroup
 
 pytestmark = pytest.mark.skipif(not supported(), reason="groups through shared memory need Linux on x86-64")
 
@@ -45,7 +43,8 @@ class Pair:
     def receive(self) -> Tensor:
         """Receive one."""
         expected = self.receiver.expect(0)
-        return expected.take(expected.wait())
+        expected.wait()
+        return expected.take()
 
 
 @pytest.mark.parametrize("spec", [SMALL, LARGE])
@@ -212,7 +211,7 @@ def test_what_another_worker_can_change_is_not_divided_in_place() -> None:
 def test_no_message_is_of_before_all_time_or_of_after_the_next_day(at_ns: int) -> None:
     own, other = SharedMemory.make(), SharedMemory.make()
     form = FormGroup(1, 1, 2, "tcp", "127.0.0.1", 5.0, True)
-    group = ShmGroup(form, ShmPeers({0: other, 1: own}, {}), accelerator_for("cpu"), WorkerProgress())
+    group = MemoryGroup(form, ShmPeers({0: other, 1: own}, {}))
     sender = ShmSender(other, 2)
     cell = lane_start(1) + 128
     sender.post(1, 0, sender.write([torch.ones(4)], 16), SMALL)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -18,14 +18,11 @@ from onebox.wire import TensorSpec, spec_of
 from onebox.wire.protocol.groups import FormGroup
 from onebox.wire.protocol.responses import Joined
 from onebox.worker.comm.api import RankLost, WorkerGroup
-from onebox.worker.comm.hybrid import HybridGroup
 from onebox.worker.comm.manager import form_group
 from onebox.worker.comm.shm import rendezvous
 from onebox.worker.comm.shm.descriptors import DescriptorExchange
-from onebox.worker.comm.shm.group import ShmGroup
 from onebox.worker.comm.shm.rendezvous import find_shm_peers, shm_domain
 from onebox.worker.comm.shm.segment import SharedMemory, supported
-from onebox.worker.comm.tcp.group import TcpGroup
 from onebox.worker.progress import WorkerProgress
 from tests.kit.leaks import nothing_left
 from tests.unit.programs import HOST
@@ -76,19 +73,17 @@ def swap(group: WorkerGroup, number: int, size: int) -> list[tuple[int, int, Ten
     return [(peer, order, finish().tensor) for peer, order, finish in reversed(finishes)]
 
 
-@pytest.mark.parametrize(
-    ("places", "kinds"),
-    [
-        ("aa", [ShmGroup] * 2),
-        ("ab", [TcpGroup] * 2),
-        ("abaab", [HybridGroup] * 5),
-        ("aab", [HybridGroup, HybridGroup, TcpGroup]),
-    ],
-)
-def test_tensors_go_by_the_way_that_there_is(places: str, kinds: Sequence[type]) -> None:
-    size = len(places)
+def links() -> list[str]:
+    """Return the names of the threads that send to other ranks over TCP."""
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("onebox-to-")]
 
-    def rank(number: int, group: WorkerGroup) -> type:
+
+@pytest.mark.parametrize(("places", "over_tcp"), [("aa", 0), ("ab", 2), ("abaab", 12), ("aab", 4)])
+def test_tensors_go_by_the_way_that_there_is(places: str, over_tcp: int) -> None:
+    size = len(places)
+    done = threading.Barrier(size, timeout=20)
+
+    def rank(number: int, group: WorkerGroup) -> int:
         near = tuple(peer for peer in range(size) if places[peer] == places[number])
         assert group.joined == (Joined() if near == (number,) else Joined(near))
         for peer, order, came in swap(group, number, size):
@@ -97,9 +92,12 @@ def test_tensors_go_by_the_way_that_there_is(places: str, kinds: Sequence[type])
         whole = group.gather(torch.tensor([number]), TensorSpec("int64", (size,)), 0, [1] * size)
         assert whole().tensor.tolist() == list(range(size))
         assert total().tensor.tolist() == [size * (size - 1) / 2] * 3
-        return type(group)
+        done.wait()
+        found = len(links())
+        done.wait()
+        return found
 
-    assert run(places, rank) == kinds
+    assert run(places, rank) == [over_tcp] * size
 
 
 def test_ranks_two_of_which_do_not_share_memory_all_take_the_same_way(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,19 +115,18 @@ def test_ranks_two_of_which_do_not_share_memory_all_take_the_same_way(monkeypatc
     def rank(number: int, group: WorkerGroup) -> list[float]:
         for peer, order, came in swap(group, number, 3):
             assert torch.equal(came, part(peer, number, order))
-        assert isinstance(group, HybridGroup)
         return group.reduce([torch.full((2,), float(number))])().tensor.tolist()
 
     assert run("aaa", rank) == [[3.0, 3.0]] * 3
 
 
 def test_memory_is_shared_by_workers_of_one_owner_only() -> None:
-    def rank(number: int, group: WorkerGroup) -> type:
+    def rank(number: int, group: WorkerGroup) -> Joined:
         for peer, order, came in swap(group, number, 3):
             assert torch.equal(came, part(peer, number, order))
-        return type(group)
+        return group.joined
 
-    assert run("aaa", rank, owners="xyx") == [HybridGroup, TcpGroup, HybridGroup]
+    assert run("aaa", rank, owners="xyx") == [Joined((0, 2)), Joined(), Joined((0, 2))]
 
 
 @pytest.mark.parametrize("change", ["key", "rank", "group", "inode", "post", "nothing"])

@@ -14,15 +14,14 @@ from torch import Tensor
 
 from onebox.wire import TensorSpec, spec_of
 from onebox.worker.comm.api import RankLost
-from onebox.worker.comm.shm import group as group_module
+from onebox.worker.comm.shm import carrier as carrier_module
 from onebox.worker.comm.shm import receiver as receiver_module
-from onebox.worker.comm.shm.group import ShmGroup
 from onebox.worker.comm.shm.receiver import ShmReceiver
 from onebox.worker.comm.shm.segment import SharedMemory, supported
 from onebox.worker.comm.shm.sender import ShmSender
 from onebox.worker.memory.buffers import QuotaExceeded
 from onebox.worker.memory.shared import LEAST_BYTES, SHARED_SHARE, SharedMemoryQuota
-from tests.unit.ranks import run_ranks
+from tests.unit.ranks import MemoryGroup, run_ranks
 
 pytestmark = pytest.mark.skipif(not supported(), reason="groups through shared memory need Linux on x86-64")
 
@@ -120,7 +119,7 @@ def test_a_writer_waits_for_slow_readers_and_everything_arrives() -> None:
     quotas = {0: limited(), 1: limited()}
     peaks: list[int] = []
 
-    def rank(number: int, group: ShmGroup) -> Any:
+    def rank(number: int, group: MemoryGroup) -> Any:
         if number == 0:
             for order in range(24):
                 group.send(tensor(order), 1, 0)
@@ -143,7 +142,7 @@ def test_received_tensors_stay_as_they_are_when_their_writer_has_left() -> None:
     kept: list[Tensor] = []
     sent = threading.Event()
 
-    def rank(number: int, group: ShmGroup) -> None:
+    def rank(number: int, group: MemoryGroup) -> None:
         if number == 0:
             for order in range(3):
                 group.send(tensor(order), 1, 0)
@@ -160,10 +159,10 @@ def test_received_tensors_stay_as_they_are_when_their_writer_has_left() -> None:
 
 
 def test_a_writer_whom_nobody_reads_gives_up_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(group_module, "ROOM_S", 0.2)
+    monkeypatch.setattr(carrier_module, "ROOM_S", 0.2)
     done = threading.Event()
 
-    def rank(number: int, group: ShmGroup) -> str:
+    def rank(number: int, group: MemoryGroup) -> str:
         if number:
             done.wait(30)
             return ""
@@ -182,7 +181,7 @@ def test_a_writer_whom_nobody_reads_gives_up_in_time(monkeypatch: pytest.MonkeyP
 def test_a_writer_that_waits_for_room_can_be_interrupted() -> None:
     done = threading.Event()
 
-    def rank(number: int, group: ShmGroup) -> str:
+    def rank(number: int, group: MemoryGroup) -> str:
         if number:
             done.wait(30)
             return ""
