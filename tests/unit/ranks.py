@@ -12,7 +12,7 @@ from onebox.emulator.group import EmulatedGroup
 from onebox.emulator.links import EmulatedLinks
 from onebox.pool.client.group_services import KeyValues
 from onebox.wire.protocol.groups import EmulatedLink, FormGroup, Reduced, Rendezvous
-from onebox.wire.protocol.responses import Contribution, Left, Listening, Lookup, RelayRequest
+from onebox.wire.protocol.responses import Contribution, Left, Lookup, RelayRequest
 from onebox.worker.accelerator import Accelerator
 from onebox.worker.comm.api import RankLost
 from onebox.worker.comm.group import CarriedGroup
@@ -78,14 +78,12 @@ class HubChannel:
         self.tickets += 1
         return self.tickets
 
-    def send_to_client(
-        self, message: Lookup | Contribution | Left | Listening | RelayRequest, frames: Sequence[Any] = ()
-    ) -> None:
+    def send_to_client(self, message: Lookup | Contribution | Left | RelayRequest, frames: Sequence[Any] = ()) -> None:
         """Serve a lookup; take note that the worker has left a group. Nobody relays."""
         if isinstance(message, Left):
             self.left.append(message.group)
             return
-        if isinstance(message, Listening | RelayRequest):
+        if isinstance(message, RelayRequest):
             return
         assert isinstance(message, Lookup)
         with self.hub.changed:

@@ -16,8 +16,17 @@ from torch import Tensor
 from onebox.errors import WireError
 from onebox.pool.errors import WorkerLocation
 from onebox.wire import from_frame, to_frame
+from onebox.wire.group_listener import GroupListener, decode_listener, is_listener_key, listener_key
 from onebox.wire.protocol.groups import Reduced, Rendezvous, TicketCancelled
-from onebox.wire.protocol.responses import LOOKUP_KEYS, Contribution, GroupTraffic, Left, LinkTraffic, Lookup
+from onebox.wire.protocol.responses import (
+    LOOKUP_KEYS,
+    Contribution,
+    GroupTraffic,
+    Left,
+    LinkTraffic,
+    Lookup,
+    RelayRequest,
+)
 
 KEYS = 1 << 16
 KEY_BYTES = 64 << 20
@@ -33,6 +42,9 @@ _OBJECT_BYTES = 80
 
 _DIGITS = 32
 """Most digits of a counter."""
+
+_PORTS = range(1024, 1 << 16)
+"""Ports of listeners: a confined worker listens at none below."""
 
 ORDERS = 1 << 16
 """Most sums of a group that wait for some of its members."""
@@ -168,6 +180,11 @@ class KeyValues:
                 return [LookupReply(worker, lookup.ticket, (b"1" if there else b"0",))]
             case "delete":
                 return [LookupReply(worker, lookup.ticket, (b"1" if store.delete(key) else b"0",))]
+
+    def value(self, group: int, key: str) -> bytes:
+        """Return the value of a group's key; empty if it is not set."""
+        store = self._stores.get(group)
+        return b"" if store is None else store.values.get(key, b"")
 
     def forget(self, group: int) -> list[tuple[int, int]]:
         """Drop a group's keys and return the (worker, ticket) of pending lookups."""
@@ -306,6 +323,28 @@ class GroupServices:
                 sums[other] = size_bytes + each.size_bytes, busy_ns + each.busy_ns
         return tuple(LinkTraffic(other, *carried) for other, carried in sorted(sums.items()))
 
+    def relayed(self, place: WorkerLocation, message: RelayRequest) -> list[tuple[int, int, GroupListener]]:
+        """Return who is to be connected: worker, rank and listener of the worker that asks, and of its peer; nobody if
+        the group is not served, or the worker is no member.
+
+        Raises:
+            WireError: There is no such peer, or one of them does not listen for encrypted connections.
+        """
+        members = self.members(message.group)
+        if place.worker not in members:
+            return []
+        rank = members.index(place.worker)
+        if message.peer == rank or not 0 <= message.peer < len(members):
+            raise WireError(f"{place}, rank {rank} of {len(members)}, asks for a relay to rank {message.peer}")
+        found = []
+        for each in (rank, message.peer):
+            said = self._key_values.value(message.group, listener_key(each))
+            listener = decode_listener(each, said, encrypted=True)
+            if listener.port not in _PORTS:
+                raise WireError(f"rank {each} of a group says that it listens at port {listener.port}")
+            found.append((members[each], each, listener))
+        return found
+
     def of(self, worker: int) -> list[int]:
         """Return the groups that a worker is in."""
         return [group for group, members in self._members.items() if worker in members]
@@ -343,6 +382,10 @@ class GroupServices:
             return [GroupNotice(place.worker, TicketCancelled(message.ticket))]
         if isinstance(message, Contribution):
             return self._add_up(place, message, frames)
+        if message.action not in ("get", "check"):
+            own = listener_key(self._members[message.group].index(place.worker))
+            if any(is_listener_key(key) and key != own for key in message.keys):
+                raise WireError(f"{place} says where another worker listens: {message.keys[0]!r}")
         answers = self._key_values.lookup(place.worker, message)
         return [GroupNotice(answer.worker, Rendezvous(answer.ticket, answer.values)) for answer in answers]
 

@@ -24,8 +24,7 @@ from onebox.pool.backends.base import HostedWorker, LocalWorker, WorkerHandle
 from onebox.pool.client.connection import WorkerConnection, WorkerReply
 from onebox.pool.client.group_services import GroupNotice, GroupServices
 from onebox.pool.client.pending import PendingReplies
-from onebox.pool.client.relay import Relay
-from onebox.pool.client.relay_routes import RelayRoutes
+from onebox.pool.client.relay import Relay, RelayEnd
 from onebox.pool.client.socket_poller import SocketPoller, Source
 from onebox.pool.discovery import LOCAL_HOST
 from onebox.pool.errors import AFTERWARDS, WorkerLocation, fail
@@ -39,7 +38,6 @@ from onebox.wire.protocol.responses import (
     Heartbeat,
     Hello,
     Left,
-    Listening,
     Lookup,
     RelayRequest,
     Reply,
@@ -114,7 +112,6 @@ class ClientLoop:
         self._liveness = Liveness(patience_s or {})
         self._next_check_s = -math.inf
         self._groups = GroupServices()
-        self._relay_routes = RelayRoutes()
         self._relay = Relay()
         self._foreign, self._next_foreign_s = 0, -math.inf
         self._loop_calls = LoopCalls()
@@ -386,6 +383,7 @@ class ClientLoop:
         for worker, why in self._liveness.hung(now_s).items():
             self._lost(self._connections[worker], self._hung(worker, why))
         self._check_overruns(now_s)
+        self._relay.look(now_s)
 
     def _check_overruns(self, now_s: float) -> None:
         """Give up the workers that have sent too much without completing a message."""
@@ -425,7 +423,7 @@ class ClientLoop:
     def _dissolve(self, groups: Collection[int]) -> None:
         for group in groups:
             self._notify(self._groups.dissolve(group))
-            self._end_relay(group)
+            self._relay.end(group)
 
     def _has(self, connection: WorkerConnection) -> bool:
         """Return whether a connection has not been dropped."""
@@ -503,16 +501,20 @@ class ClientLoop:
                 connection.clock.answer(asked_ns=message.asked_ns, read_ns=message.read_ns, now_ns=now_ns)
             case Left():
                 if self._groups.may_leave(worker, message.group):
-                    self._end_relay(message.group)
+                    self._relay.end(message.group)
                 elif self._groups.serves(message.group):
                     self._note_foreign(connection.place, message.group, time.monotonic())
                 self._notify(self._groups.take(connection.place, message, frames))
             case Lookup() | Contribution():
                 self._notify(self._groups.take(connection.place, message, frames))
-            case Listening() | RelayRequest():
-                members = self._groups.members(message.group)
-                for route in self._relay_routes.take(connection.place, connection.handle.address, members, message):
-                    self._relay.open(route)
+            case RelayRequest():
+                ends = [
+                    RelayEnd(self._connections[end].place, rank, self._connections[end].handle.address, listener)
+                    for end, rank, listener in self._groups.relayed(connection.place, message)
+                    if end in self._connections
+                ]
+                if len(ends) == 2:
+                    self._relay.open(message.group, *ends)
             case Hello():
                 self._liveness.beat(worker, time.monotonic())
                 connection.hello_message = message
@@ -528,10 +530,6 @@ class ClientLoop:
                 *(place, group, self._foreign),
             )
             self._foreign, self._next_foreign_s = 0, now_s + FOREIGN_LINE_S
-
-    def _end_relay(self, group: int) -> None:
-        self._relay_routes.forget(group)
-        self._relay.end(group)
 
     def _notify(self, notices: Sequence[GroupNotice]) -> None:
         messages = [

@@ -15,7 +15,7 @@ from onebox.wire.protocol.groups import FormGroup, LeaveGroup, Reduced, Rendezvo
 from onebox.wire.protocol.instructions import GroupDelays, Options, Step
 from onebox.wire.protocol.snapshots import SlotInstruction, StateEntry
 
-PROTOCOL = 21
+PROTOCOL = 22
 """Version of everything in this file, in ``steps.py``, ``program.py`` and ``state.py``; both sides must agree."""
 
 

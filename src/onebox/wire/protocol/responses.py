@@ -361,23 +361,6 @@ class Left(Message, frozen=True, tag="left"):
     failed: bool = False
 
 
-class Listening(Message, frozen=True, tag="listening"):
-    """This worker listens for the peers of a group, and for the client that relays those that cannot connect to it.
-
-    Args:
-        group: The group.
-        port: The TCP port, at the address of this worker.
-        token: A secret that the client shows there; see :mod:`onebox.wire.relay_greeting`.
-    """
-
-    group: int
-    port: int
-    token: bytes
-
-    def __repr__(self) -> str:  # without the token
-        return f"Listening(group={self.group}, port={self.port})"
-
-
 class RelayRequest(Message, frozen=True, tag="relay"):
     """This worker cannot connect to a peer of a group: the client is to relay what it sends there.
 
@@ -390,4 +373,4 @@ class RelayRequest(Message, frozen=True, tag="relay"):
     peer: int
 
 
-WorkerMessage = Hello | Reply | Heartbeat | ClockReading | Lookup | Contribution | Left | Listening | RelayRequest
+WorkerMessage = Hello | Reply | Heartbeat | ClockReading | Lookup | Contribution | Left | RelayRequest

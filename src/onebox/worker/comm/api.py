@@ -10,7 +10,7 @@ from torch import Tensor
 from onebox.errors import WireError
 from onebox.wire import TensorSpec
 from onebox.wire.protocol.groups import Reduced, Rendezvous
-from onebox.wire.protocol.responses import Contribution, Joined, Left, Listening, Lookup, RelayRequest
+from onebox.wire.protocol.responses import Contribution, Joined, Left, Lookup, RelayRequest
 
 
 class RankLost(Exception):
@@ -166,9 +166,7 @@ def check_rows(spec: TensorSpec, rows: Sequence[int]) -> None:
 class ClientChannel(Protocol):
     """The part of the client's channel that a group uses."""
 
-    def send_to_client(
-        self, message: Lookup | Contribution | Left | Listening | RelayRequest, frames: Sequence[Any] = ()
-    ) -> None:
+    def send_to_client(self, message: Lookup | Contribution | Left | RelayRequest, frames: Sequence[Any] = ()) -> None:
         """Send a message to the client."""
 
     def await_ticket(self, ticket: int, timeout_s: float) -> tuple[Rendezvous | Reduced, Sequence[Any]]:

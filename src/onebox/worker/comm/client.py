@@ -19,7 +19,7 @@ from torch import Tensor
 from onebox.errors import WireError
 from onebox.wire import TensorSpec, dtype_name, from_frame, spec_of, to_frame
 from onebox.wire.protocol.groups import FormGroup, Rendezvous
-from onebox.wire.protocol.responses import LOOKUP_KEYS, Contribution, Joined, Listening, Lookup, RelayRequest
+from onebox.wire.protocol.responses import LOOKUP_KEYS, Contribution, Joined, Lookup
 from onebox.worker.accelerator import Accelerator
 from onebox.worker.comm.api import Begun, ClientChannel, Finish, RankLost, ReceivedTensor, RowRange
 
@@ -88,22 +88,6 @@ class ChannelStore(dist.Store):
 def _parts(keys: list[str]) -> list[list[str]]:
     """Return keys in parts of which each fits into a lookup."""
     return [keys[start : start + LOOKUP_KEYS] for start in range(0, len(keys), LOOKUP_KEYS)]
-
-
-class ChannelRelay:
-    """The client's relaying for one group; a :class:`~onebox.worker.comm.tcp.mesh.RelayClient`."""
-
-    def __init__(self, channel: ClientChannel, group: int) -> None:
-        self._channel = channel
-        self._group = group
-
-    def listening(self, port: int, token: bytes) -> None:
-        """Tell the client of this worker's listener."""
-        self._channel.send_to_client(Listening(self._group, port, token))
-
-    def request(self, peer: int) -> None:
-        """Ask the client to relay what this worker sends to a rank."""
-        self._channel.send_to_client(RelayRequest(self._group, peer))
 
 
 class ClientGroup:

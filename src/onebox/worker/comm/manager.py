@@ -13,12 +13,12 @@ from onebox.errors import WireError
 from onebox.wire.protocol.groups import FormGroup
 from onebox.wire.protocol.instructions import Broadcast, Gather, Receive, Reduce, Send, Vote
 from onebox.wire.protocol.requests import Routine
-from onebox.wire.protocol.responses import GroupTraffic, Joined, Left, WorkerFailure
+from onebox.wire.protocol.responses import GroupTraffic, Joined, Left, RelayRequest, WorkerFailure
 from onebox.worker.accelerator import Accelerator, accelerator_for
 from onebox.worker.comm import nccl
 from onebox.worker.comm.api import ClientChannel, RankLost, WorkerGroup
 from onebox.worker.comm.carrier import Carrier
-from onebox.worker.comm.client import ChannelRelay, ChannelStore, ClientGroup
+from onebox.worker.comm.client import ChannelStore, ClientGroup
 from onebox.worker.comm.group import CarriedGroup
 from onebox.worker.comm.hybrid import HybridGroup
 from onebox.worker.comm.nccl import REACH, NcclGroup
@@ -28,7 +28,7 @@ from onebox.worker.comm.shm.gpu_sender import shm_copier_for
 from onebox.worker.comm.shm.rendezvous import find_shm_peers
 from onebox.worker.comm.shm.segment import supported
 from onebox.worker.comm.tcp.carrier import TcpCarrier
-from onebox.worker.comm.tcp.mesh import GroupNetwork
+from onebox.worker.comm.tcp.mesh import GroupNetwork, RelayTo
 from onebox.worker.memory.buffers import Poisoned
 from onebox.worker.memory.shared import SharedMemoryQuota
 from onebox.worker.progress import WorkerProgress
@@ -292,6 +292,9 @@ def form_group(
         return ClientGroup(form, channel, accelerator)
     store = ChannelStore(channel, form.group, form.timeout_s)
 
+    def relay(peer: int) -> None:
+        channel.send_to_client(RelayRequest(form.group, peer))
+
     def by_host() -> CarriedGroup:
         """Join through memory where it is shared, and over TCP where not."""
         carriers: list[Carrier] = []
@@ -306,7 +309,6 @@ def form_group(
                 joined = memory.joined
         try:
             if not whole:
-                relay = ChannelRelay(channel, form.group)
                 reached = network or GroupNetwork()
                 carriers.append(_by_tcp(form, store, accelerator, progress, reached, relay, joined.near))
         except BaseException:
@@ -350,7 +352,7 @@ def _by_tcp(
     accelerator: Accelerator,
     progress: WorkerProgress,
     network: GroupNetwork,
-    relay: ChannelRelay,
+    relay: RelayTo,
     near: Sequence[int],
 ) -> TcpCarrier:
     encrypted = form.backend == "tls"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import pytest
 import torch
 
@@ -10,8 +12,9 @@ from onebox.pool.client import group_services
 from onebox.pool.client.group_services import ClientSums, GroupNotice, GroupServices
 from onebox.pool.errors import WorkerLocation
 from onebox.wire import from_frame, spec_of, to_frame
+from onebox.wire.group_listener import SECRET_BYTES, GroupListener
 from onebox.wire.protocol.groups import Reduced, Rendezvous, TicketCancelled
-from onebox.wire.protocol.responses import Contribution, GroupTraffic, Left, LinkTraffic, Lookup
+from onebox.wire.protocol.responses import Contribution, GroupTraffic, Left, LinkTraffic, Lookup, RelayRequest
 
 BUCKET = torch.tensor([1.0, 2.0])
 
@@ -138,3 +141,53 @@ def test_traffic_is_of_the_workers_that_it_goes_to_over_all_groups_of_its_sender
     foreign = [GroupTraffic(3, 0, 9, 9), GroupTraffic(1, 2, 9, 9)]
     assert services().traffic(1, [*told, *foreign]) == (LinkTraffic(0, 10, 100), LinkTraffic(2, 6, 52))
     assert services().traffic(0, [GroupTraffic(2, 0, 9, 9)]) == (), "a group that it is not in"
+
+
+def listening(rank: int, port: int = 50_000, certificate: bytes = b"certificate") -> bytes:
+    return GroupListener("10.0.0.7", port + rank, bytes(SECRET_BYTES), certificate).encode().encode()
+
+
+def say(made: GroupServices, worker: int, rank: int, value: bytes = b"") -> None:
+    made.take(place(worker), Lookup(7, 2, "set", (f"tcp/{rank}",), value or listening(rank)), ())
+
+
+def test_a_relay_connects_the_listeners_that_the_two_members_have_named() -> None:
+    made = services()
+    say(made, 1, 0)
+    say(made, 2, 1)
+    found = made.relayed(place(2), RelayRequest(2, 0))
+    assert [(worker, rank, listener.port) for worker, rank, listener in found] == [(2, 1, 50_001), (1, 0, 50_000)]
+    assert made.relayed(place(0), RelayRequest(2, 0)) == [], "it is no member"
+    made.dissolve(2)
+    assert made.relayed(place(2), RelayRequest(2, 0)) == []
+
+
+@pytest.mark.parametrize("peer", [0, -1, 2, 1 << 31])
+def test_a_relay_to_nobody_is_refused(peer: int) -> None:
+    made = services()
+    say(made, 1, 0)
+    say(made, 2, 1)
+    with pytest.raises(WireError, match="asks for a relay"):
+        made.relayed(place(1), RelayRequest(2, peer))
+
+
+@pytest.mark.parametrize(
+    "value",
+    [b"", b"10.0.0.7", listening(1, certificate=b""), listening(1, port=20), listening(1).ljust(1 << 15, b"0")],
+    ids=["none", "short", "plain", "privileged", "long"],
+)
+def test_a_relay_to_whoever_has_no_encrypted_listener_is_refused(value: bytes) -> None:
+    made = services()
+    say(made, 1, 0)
+    if value:
+        say(made, 2, 1, value)
+    with pytest.raises(WireError, match=r"says that it listens at port 21|does not say where it listens"):
+        made.relayed(place(1), RelayRequest(2, 1))
+
+
+@pytest.mark.parametrize("action", ["set", "add", "delete"])
+def test_nobody_says_where_another_member_listens(action: Literal["set", "add", "delete"]) -> None:
+    made = services()
+    with pytest.raises(WireError, match="says where another worker listens"):
+        made.take(place(1), Lookup(7, 2, action, ("tcp/1",), b"1"), ())
+    assert made.take(place(1), Lookup(8, 2, "check", ("tcp/1",)), ()) == [GroupNotice(1, Rendezvous(8, (b"0",)))]

@@ -5,16 +5,23 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from typing import NamedTuple
 
 import pytest
 
 from onebox.pool.client import relay as relays
-from onebox.pool.client.relay import CHUNK_BYTES, Relay
-from onebox.pool.client.relay_routes import RelayEnd, RelayRoute
+from onebox.pool.client.relay import ATTEMPTS, CHUNK_BYTES, Relay, RelayEnd
 from onebox.pool.errors import WorkerLocation
-from onebox.wire.relay_greeting import GREETING_BYTES, TOKEN_BYTES, Greeting, decode_greeting, greeting_reply
+from onebox.wire.group_listener import (
+    GREETING_BYTES,
+    SECRET_BYTES,
+    Greeting,
+    GroupListener,
+    decode_greeting,
+    greeting_reply,
+)
 from tests.kit.waiting import until
 
 WITHIN_S = 30.0
@@ -27,7 +34,7 @@ def relay() -> Iterator[Relay]:
     made = Relay()
     yield made
     made.close()
-    assert "onebox-relay" not in [thread.name for thread in threading.enumerate()]
+    assert not relaying()
 
 
 class Ends(NamedTuple):
@@ -35,7 +42,7 @@ class Ends(NamedTuple):
 
     source: socket.socket
     target: socket.socket
-    route: RelayRoute
+    ends: tuple[RelayEnd, RelayEnd]
 
 
 @pytest.fixture
@@ -43,39 +50,47 @@ def ends() -> Iterator[Ends]:
     with socket.create_server((HERE, 0)) as source, socket.create_server((HERE, 0)) as target:
         source.settimeout(WITHIN_S)
         target.settimeout(WITHIN_S)
-        yield Ends(source, target, RelayRoute(GROUP, end(source, 0), end(target, 1)))
+        yield Ends(source, target, (end(source, 0), end(target, 1)))
 
 
 def end(listener: socket.socket, number: int) -> RelayEnd:
     place = WorkerLocation(worker=number, host=f"host{number}", device="cpu")
-    return RelayEnd(
-        place, HERE, listener.getsockname()[1], bytes([number]) * TOKEN_BYTES, Greeting(not number, 1 - number)
-    )
+    port = listener.getsockname()[1]
+    return RelayEnd(place, number, HERE, GroupListener("10.0.0.7", port, secret(number), b"certificate"))
 
 
-def accept(listener: socket.socket, token: bytes) -> tuple[socket.socket, Greeting | None]:
+def secret(number: int) -> bytes:
+    return bytes([number]) * SECRET_BYTES
+
+
+def accept(listener: socket.socket, secret: bytes) -> tuple[socket.socket, Greeting | None]:
     """Accept the client and reply as a worker does."""
     found, _ = listener.accept()
     found.settimeout(WITHIN_S)
     greeting = b""
     while len(greeting) < GREETING_BYTES:
         greeting += found.recv(GREETING_BYTES - len(greeting))
-    found.sendall(greeting_reply(token, greeting))
-    return found, decode_greeting(token, greeting)
+    found.sendall(greeting_reply(secret, greeting))
+    return found, decode_greeting(secret, greeting)
 
 
 @contextlib.contextmanager
 def connected(relay: Relay, ends: Ends) -> Iterator[tuple[socket.socket, socket.socket]]:
     """Relay between the two, and return the workers' sockets."""
-    relay.open(ends.route)
-    source, said = accept(ends.source, ends.route.source.token)
-    assert said == Greeting(True, 1)
-    target, said = accept(ends.target, ends.route.target.token)
+    relay.open(GROUP, *ends.ends)
+    target, said = accept(ends.target, secret(1))
     assert said == Greeting(False, 0)
+    source, said = accept(ends.source, secret(0))
+    assert said == Greeting(True, 1)
     with source, target:
         target.sendall(b"!")
         assert source.recv(1) == b"!"
         yield source, target
+
+
+def relaying() -> int:
+    """Return the number of threads that relay."""
+    return sum(thread.name == "onebox-relay" for thread in threading.enumerate())
 
 
 def read_all(connection: socket.socket) -> bytes:
@@ -105,8 +120,7 @@ def test_a_worker_that_does_not_read_stops_the_other_one_and_the_client_holds_a_
             while True:
                 sent += source.send(bytes(1 << 16))
                 assert sent < 64 << 20, "somebody takes it all"
-        (connection,) = relay._connections
-        assert 0 < len(connection._flows[0].waiting) <= CHUNK_BYTES
+        assert sent > CHUNK_BYTES
         source.shutdown(socket.SHUT_WR)
         assert len(read_all(target)) == sent
 
@@ -117,7 +131,7 @@ def test_a_connection_that_breaks_ends_the_other_one(relay: Relay, ends: Ends) -
         target.close()  # a reset
         with contextlib.suppress(ConnectionError):
             assert source.recv(1) == b""
-        until(lambda: not relay._connections)
+        until(lambda: not relaying())
 
 
 def test_the_end_of_a_group_ends_its_connections_after_what_was_sent(
@@ -128,47 +142,75 @@ def test_the_end_of_a_group_ends_its_connections_after_what_was_sent(
         relay.end(GROUP + 1)
         source.sendall(b"last")
         relay.end(GROUP)
-        assert read_all(target) == b"last", "and then it is closed, though the source has not closed it"
+        now_s = time.monotonic()
+        relay.look(now_s)
+        assert target.recv(4) == b"last"
+        relay.look(now_s + 1.0)
+        assert read_all(target) == b"", "closed, though the source has not closed it"
         assert source.recv(1) == b""
+
+
+def test_the_end_of_a_group_ends_attempts_to_connect(relay: Relay, ends: Ends) -> None:
+    ends.target.close()
+    relay.open(GROUP, *ends.ends)
+    relay.end(GROUP)
+    relay.look(time.monotonic())
+    until(lambda: not relaying())
 
 
 def test_the_end_of_the_client_is_that_of_all(relay: Relay, ends: Ends) -> None:
     with connected(relay, ends) as (source, target):
         relay.close()
         assert source.recv(1) == b"" and target.recv(1) == b""
-        relay.open(ends.route)  # too late
+        relay.open(GROUP, *ends.ends)  # too late
+
+
+def test_the_client_ends_also_while_somebody_does_not_answer(relay: Relay, ends: Ends) -> None:
+    relay.open(GROUP, *ends.ends)
+    with ends.target.accept()[0]:
+        relay.close()
+        assert not relaying()
 
 
 def test_another_program_at_the_port_gets_a_greeting_and_no_byte_of_a_worker(relay: Relay, ends: Ends) -> None:
     """A worker may name any port of its host."""
-    relay.open(ends.route)
-    source, _ = accept(ends.source, ends.route.source.token)
-    with source:
-        source.sendall(b"for another program")
-        with ends.target.accept()[0] as other:
-            other.settimeout(WITHIN_S)
-            assert len(other.recv(1 << 16)) == GREETING_BYTES
-            other.sendall(b"220 mail.example.org ESMTP".ljust(100))
-            with contextlib.suppress(ConnectionError):
-                assert other.recv(1) == b""
+    relay.open(GROUP, *ends.ends)
+    with ends.target.accept()[0] as other:
+        other.settimeout(WITHIN_S)
+        assert len(other.recv(1 << 16)) == GREETING_BYTES
+        other.sendall(b"220 mail.example.org ESMTP".ljust(100))
         with contextlib.suppress(ConnectionError):
-            assert source.recv(1) == b"", "nor does the worker see what that program says"
+            assert other.recv(1) == b""
+    ends.source.settimeout(0.0)
+    with pytest.raises(BlockingIOError):
+        ends.source.accept()
 
 
 def test_it_is_tried_again_for_a_while_and_then_given_up_with_a_reason(
     relay: Relay, ends: Ends, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(relays, "OPEN_S", 0.6)
-    ends.target.close()
-    relay.open(ends.route)
+    relay.open(GROUP, *ends.ends)
     for _ in range(2):
-        accept(ends.source, ends.route.source.token)[0].close()
-    until(lambda: not relay._connections)
-    port = ends.route.target.port
+        ends.target.accept()[0].close()
+    ends.target.close()
+    until(lambda: not relaying())
+    port = ends.ends[1].listener.port
     assert (
         f"cannot connect worker 0 (cpu on host0) with worker 1 (cpu on host1) either: {HERE}, port {port}"
         in caplog.text
     )
+
+
+def test_a_pair_is_connected_a_few_times_in_a_group(relay: Relay, ends: Ends) -> None:
+    for _ in range(ATTEMPTS):
+        with connected(relay, ends):
+            pass
+    relay.open(GROUP, *ends.ends)
+    until(lambda: not relaying())
+    relay.end(GROUP)
+    with connected(relay, ends):
+        pass
 
 
 def test_there_is_a_limit(
@@ -176,14 +218,18 @@ def test_there_is_a_limit(
 ) -> None:
     monkeypatch.setattr(relays, "MOST_CONNECTIONS", 1)
     with connected(relay, ends):
-        relay.open(ends.route)
-        until(lambda: "no more" in caplog.text)
-        assert len(relay._connections) == 1
+        relay.open(GROUP, *ends.ends)
+        assert "no more" in caplog.text
 
 
-def test_a_pair_of_hosts_is_told_of_once(relay: Relay, ends: Ends, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_pair_of_hosts_is_told_of_once_and_each_connection_with_what_it_has_carried(
+    relay: Relay, ends: Ends, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
     for _ in range(2):
         with connected(relay, ends) as (source, target):
             source.sendall(b"x")
             assert target.recv(1) == b"x"
+    until(lambda: not relaying())
     assert caplog.text.count("workers of host0 cannot connect to those of host1") == 1
+    assert caplog.text.count("relayed 1 bytes from worker 0 (cpu on host0) to worker 1 (cpu on host1)") == 2

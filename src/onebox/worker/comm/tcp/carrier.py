@@ -18,7 +18,7 @@ from onebox.worker.comm.carrier import FEW_RANKS, Posted
 from onebox.worker.comm.collectives import Call
 from onebox.worker.comm.tcp.connection import Connection
 from onebox.worker.comm.tcp.link import Expected, Link
-from onebox.worker.comm.tcp.mesh import GroupNetwork, Mesh, RelayClient
+from onebox.worker.comm.tcp.mesh import GroupNetwork, Mesh, RelayTo
 from onebox.worker.comm.tcp.messages import Header, Message
 from onebox.worker.comm.tcp.stream import StreamWriter
 from onebox.worker.progress import WorkerProgress
@@ -44,7 +44,7 @@ class TcpCarrier:
         encrypted: Whether connections are encrypted.
         advertised: The IP address that leads the others there; ``address`` by default.
         network: Where others find this worker, and the meters of its connections.
-        relay: The client, for peers that cannot be connected to; ``None`` to do without.
+        relay: Asks the client to relay to peers that cannot be connected to; ``None`` to do without.
         near: Ranks that are reached otherwise.
 
     Raises:
@@ -65,7 +65,7 @@ class TcpCarrier:
         encrypted: bool,
         advertised: str = "",
         network: GroupNetwork | None = None,
-        relay: RelayClient | None = None,
+        relay: RelayTo | None = None,
         near: Sequence[int] = (),
     ) -> None:
         self._form = form

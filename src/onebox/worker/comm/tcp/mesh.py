@@ -28,11 +28,20 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from ipaddress import ip_address
-from typing import NamedTuple, Protocol
 
 from onebox.errors import WireError
-from onebox.wire.relay_greeting import FIRST_BYTE, GREETING_BYTES, TOKEN_BYTES, decode_greeting, greeting_reply
+from onebox.wire.group_listener import (
+    FIRST_BYTE,
+    GREETING_BYTES,
+    PROOF_BYTES,
+    SECRET_BYTES,
+    GroupListener,
+    decode_greeting,
+    decode_listener,
+    greeting_reply,
+    listener_key,
+    proof,
+)
 from onebox.worker.comm.api import MembershipStore, RankLost
 from onebox.worker.comm.certificate import Certificate, new_certificate
 from onebox.worker.comm.tcp.connection import Connection
@@ -80,20 +89,13 @@ _CALL = struct.Struct("<4sIBB")
 """Of whoever connects: a mark, its rank, which connection it is, and of how many."""
 
 _MARK = b"call"
-_CODE_BYTES = 32
-_CALL_BYTES = _CALL.size + _CODE_BYTES
+_CALL_BYTES = _CALL.size + PROOF_BYTES
 _GO = b"\x01"
 """Of whoever connects, when it has been accepted: until then it may try again."""
 
 
-class RelayClient(Protocol):
-    """The client, as one that connects workers which cannot reach each other."""
-
-    def listening(self, port: int, token: bytes) -> None:
-        """Tell it of this worker's listener."""
-
-    def request(self, peer: int) -> None:
-        """Ask it to relay what this worker sends to a rank."""
+RelayTo = Callable[[int], object]
+"""Asks the client to relay what this worker sends to a rank that it cannot connect to."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,24 +116,6 @@ class GroupNetwork:
     meters: LinkMeters = field(default_factory=LinkMeters)
 
 
-class Peer(NamedTuple):
-    """What another rank says of itself in the rendezvous.
-
-    Args:
-        rank: The rank.
-        host: Its IP address.
-        port: Its port.
-        secret: What it expects of those who connect to it, but for the client.
-        certificate: Its certificate; empty without TLS.
-    """
-
-    rank: int
-    host: str
-    port: int
-    secret: bytes
-    certificate: bytes
-
-
 Came = Callable[[int, tuple[Connection, ...]], None]
 """Called with a rank and its connections to this one, in a thread of the mesh."""
 
@@ -148,7 +132,7 @@ class Mesh:
         came: Takes the connections that others make.
         advertised: The IP address that leads the others there; ``address`` by default.
         network: The ports to listen at, and the hosts that could not be connected to before.
-        relay: The client, for peers that cannot be connected to; ``None`` to do without.
+        relay: Asks the client to relay to peers that cannot be connected to; ``None`` to do without.
 
     Raises:
         RankLost: The group is dissolved.
@@ -166,10 +150,10 @@ class Mesh:
         came: Came,
         advertised: str = "",
         network: GroupNetwork | None = None,
-        relay: RelayClient | None = None,
+        relay: RelayTo | None = None,
     ) -> None:
         own = new_certificate() if encrypted else None
-        secret, token = secrets.token_bytes(TOKEN_BYTES), secrets.token_bytes(TOKEN_BYTES)
+        secret = secrets.token_bytes(SECRET_BYTES)
         self.address = advertised or address
         self._rank = rank
         self._store = store
@@ -181,26 +165,26 @@ class Mesh:
         listener = _listener(address, self._network.ports, _PENDING + size)
         try:
             port, certificate = listener.getsockname()[1], b"" if own is None else own.der
-            store.set(f"tcp/{rank}", f"{self.address} {port} {secret.hex()} {certificate.hex()}")
+            store.set(listener_key(rank), GroupListener(self.address, port, secret, certificate).encode())
             others = [other for other in range(size) if other != rank]
-            told = store.multi_get([f"tcp/{other}" for other in others])
-            peers = [_parse(other, text, encrypted) for other, text in zip(others, told, strict=True)]
-            if own is not None and len({peer.certificate for peer in peers} | {own.der}) != size:
+            told = zip(others, store.multi_get([listener_key(other) for other in others]), strict=True)
+            peers = {other: decode_listener(other, text, encrypted=encrypted) for other, text in told}
+            if own is not None and len({peer.certificate for peer in peers.values()} | {own.der}) != size:
                 raise WireError("two workers of a group show the same certificate")
             if advertised not in ("", address):  # a router's, whose way back to a host behind it few routers know
-                peers = [peer._replace(host=address) if peer.host == advertised else peer for peer in peers]
+                for other, peer in peers.items():
+                    if peer.host == advertised:
+                        peers[other] = peer._replace(host=address)
             serving: ssl.SSLContext | None = None
             self._connecting: ssl.SSLContext | None = None
             if own is not None:
-                serving, self._connecting = _contexts(own, peers)
+                serving, self._connecting = _contexts(own, [peer.certificate for peer in peers.values()])
             listener.listen(_PENDING + size)  # not before, as nobody could be let in; peers try again
         except BaseException:
             listener.close()
             raise
-        self._peers = {peer.rank: peer for peer in peers}
-        self._acceptor = _Acceptor(rank, listener, serving, self._peers, secret, token, came, relay is not None)
-        if relay is not None:
-            relay.listening(port, token)
+        self._peers = peers
+        self._acceptor = _Acceptor(rank, listener, serving, peers, secret, came, relay is not None)
 
     def connect(self, rank: int, within_s: float = CONNECT_S) -> tuple[Connection, ...]:
         """Connect to a rank, in any thread; meanwhile another one attends.
@@ -213,13 +197,13 @@ class Mesh:
         unreachable, relays = self._network.unreachable, self._relay is not None
         known = relays and peer.host in unreachable
         while True:
-            found, reached, why, most = self._attempt(peer, KNOWN_S if known or relayed else HANDSHAKE_S, most, why)
+            found, reached, why, most = self._attempt(rank, KNOWN_S if known or relayed else HANDSHAKE_S, most, why)
             if found:
                 unreachable.discard(peer.host)
             elif relayed and (raw := self._acceptor.relayed(rank)) is not None:
-                raw.settimeout(2 * HANDSHAKE_S)  # the client connects to the peer meanwhile
+                raw.settimeout(HANDSHAKE_S)
                 try:
-                    found = (self._begin(raw, peer, "the end that the client connects to"),)
+                    found = (self._begin(raw, rank, "the end that the client connects to"),)
                 except (OSError, RankLost) as error:  # whoever is on the way may have come in the client's place, too
                     relay_why = str(error)
                     time.sleep(_AGAIN_S)
@@ -230,7 +214,7 @@ class Mesh:
             waited_s = time.monotonic() - begin_s
             if waited_s > within_s:
                 also = f", nor by way of the client: {relay_why or 'it does not connect them'}" if relayed else ""
-                raise RankLost(self._failure(peer, why + also))
+                raise RankLost(self._failure(rank, why + also))
             patience_s = REFUSING_S if reached else KNOWN_S if known else DIRECT_S
             if relays and not relayed and waited_s > patience_s:
                 relayed = True
@@ -251,11 +235,11 @@ class Mesh:
             RankLost: The group is dissolved.
         """
         while self._requests and self._relay is not None:
-            self._relay.request(self._requests.popleft())
+            self._relay(self._requests.popleft())
         if missing and time.monotonic() > self._asked_s + _MEMBERS_S:
             self._asked_s = time.monotonic()
             try:
-                self._store.check([f"tcp/{self._rank}"])
+                self._store.check([listener_key(self._rank)])
             except RankLost as error:
                 self._ended = str(error)
                 raise
@@ -283,11 +267,12 @@ class Mesh:
         self._requests.append(rank)
 
     def _attempt(
-        self, peer: Peer, within_s: float, most: int, why: str
+        self, rank: int, within_s: float, most: int, why: str
     ) -> tuple[tuple[Connection, ...], bool, str, int]:
         """Connect directly, once; return the connections, whether the host was reached, the last obstacle, and the most
         connections that the peer's host seems to take."""
-        where, reached, count = f"{peer.host}, port {peer.port},", False, 1
+        peer, reached, count = self._peers[rank], False, 1
+        where = f"{peer.host}, port {peer.port},"
         made: list[Connection] = []
         try:
             while len(made) < count:
@@ -295,7 +280,7 @@ class Mesh:
                 raw.settimeout(HANDSHAKE_S)
                 if not made:
                     reached, count = True, _connections_over(round_trip_s(raw), most)
-                made.append(self._begin(raw, peer, where, len(made), count))
+                made.append(self._begin(raw, rank, where, len(made), count))
         except BaseException as error:
             _close(made)
             if not isinstance(error, OSError):
@@ -303,24 +288,25 @@ class Mesh:
             return (), reached, error.strerror or str(error), 1 if made else most  # some hosts limit those of one other
         return tuple(made), reached, why, most
 
-    def _begin(self, raw: socket.socket, peer: Peer, where: str, place: int = 0, count: int = 1) -> Connection:
+    def _begin(self, raw: socket.socket, rank: int, where: str, place: int = 0, count: int = 1) -> Connection:
         """Begin with a peer, and wait until it has accepted.
 
         Raises:
             OSError: It does not accept.
             RankLost: Another than the peer is there.
         """
+        peer = self._peers[rank]
         try:
             connection = Connection(raw, self._connecting, serving=False)
             try:
                 connection.shake_hands()
             except ssl.SSLCertVerificationError as error:
-                raise RankLost(f"{where} does not have the key of rank {peer.rank}: {error.verify_message}") from error
+                raise RankLost(f"{where} does not have the key of rank {rank}: {error.verify_message}") from error
             if connection.certificate != peer.certificate:
-                raise RankLost(f"{where} has the key of another rank than {peer.rank}")
+                raise RankLost(f"{where} has the key of another rank than {rank}")
             call = _CALL.pack(_MARK, self._rank, place, count)
-            connection.send(call + _code(peer.secret, b"calls", call))
-            if not hmac.compare_digest(_read(connection, _CODE_BYTES), _code(peer.secret, b"accepts", call)):
+            connection.send(call + proof(peer.secret, b"calls", call))
+            if not hmac.compare_digest(_read(connection, PROOF_BYTES), proof(peer.secret, b"accepts", call)):
                 raise ConnectionError("it closes the connection")
             connection.send(_GO)
             connection.settle()
@@ -329,14 +315,15 @@ class Mesh:
             raise
         return connection
 
-    def _failure(self, peer: Peer, why: str) -> str:
+    def _failure(self, rank: int, why: str) -> str:
+        peer = self._peers[rank]
         if self._connecting is None:
             return (
-                f"rank {self._rank} of the group, at {self.address}, cannot connect to rank {peer.rank}, at "
+                f"rank {self._rank} of the group, at {self.address}, cannot connect to rank {rank}, at "
                 f"{peer.host}, within {CONNECT_S:.0f} s: {why}. {PLAIN_REMEDY}"
             )
         return (
-            f"rank {peer.rank} of the group cannot be reached at {peer.host}, port {peer.port}: {why}; let workers of "
+            f"rank {rank} of the group cannot be reached at {peer.host}, port {peer.port}: {why}; let workers of "
             "the pool's hosts, or the client, connect to each of them (firewall), or advertise another address (onebox "
             "serve --advertise)"
         )
@@ -349,10 +336,6 @@ PLAIN_REMEDY = (
     "client where hosts do not reach each other."
 )
 """What helps where hosts do not reach each other without encryption."""
-
-
-def _code(secret: bytes, what: bytes, call: bytes) -> bytes:
-    return hmac.digest(secret, what + call, "sha256")
 
 
 def _read(connection: Connection, count: int) -> bytes:
@@ -383,20 +366,7 @@ def _listener(address: str, ports: Sequence[int], backlog: int) -> socket.socket
     raise AssertionError("the last port is any")
 
 
-def _parse(rank: int, value: bytes, encrypted: bool) -> Peer:
-    try:
-        host, port, secret, certificate = value.decode().split(" ")
-        number, found = int(port), Peer(rank, host, int(port), bytes.fromhex(secret), bytes.fromhex(certificate))
-        if ip_address(host.partition("%")[0]).is_unspecified or not 0 < number < 1 << 16:
-            raise ValueError
-        if len(found.secret) != TOKEN_BYTES or bool(found.certificate) != encrypted:
-            raise ValueError
-        return found
-    except ValueError:
-        raise WireError(f"rank {rank} of a group does not say where it listens: {value[:80]!r}") from None
-
-
-def _contexts(own: Certificate, peers: list[Peer]) -> tuple[ssl.SSLContext, ssl.SSLContext]:
+def _contexts(own: Certificate, certificates: Iterable[bytes]) -> tuple[ssl.SSLContext, ssl.SSLContext]:
     """Return the settings of both ends: none but the peers' certificates are trusted."""
     found = []
     for protocol in (ssl.PROTOCOL_TLS_SERVER, ssl.PROTOCOL_TLS_CLIENT):
@@ -404,7 +374,7 @@ def _contexts(own: Certificate, peers: list[Peer]) -> tuple[ssl.SSLContext, ssl.
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         context.check_hostname = False  # certificates are compared whole
         context.verify_mode = ssl.CERT_REQUIRED
-        context.load_verify_locations(cadata=b"".join(peer.certificate for peer in peers))
+        context.load_verify_locations(cadata=b"".join(certificates))
         file = os.memfd_create("onebox-key")  # OpenSSL takes a file; a worker cannot write one
         try:
             os.write(file, own.secret_pem)
@@ -465,18 +435,16 @@ class _Acceptor:
         rank: int,
         listener: socket.socket,
         context: ssl.SSLContext | None,
-        peers: Mapping[int, Peer],
+        peers: Mapping[int, GroupListener],
         secret: bytes,
-        token: bytes,
         came: Came,
         relayed: bool,
     ) -> None:
         self._listener = listener
         self._context = context
         self._secret = secret
-        self._token = token
         self._came = came
-        self._certificates = {peer.rank: peer.certificate for peer in peers.values()}
+        self._certificates = {each: peer.certificate for each, peer in peers.items()}
         self._found: dict[int, list[Connection]] = {rank: [] for rank in peers}
         self._unconnected = set(self._found) if relayed else set()
         """Ranks to which the client may have to connect this worker."""
@@ -579,10 +547,10 @@ class _Acceptor:
             pending.received += raw.recv(GREETING_BYTES - len(pending.received))
             if len(pending.received) < GREETING_BYTES:
                 raise BlockingIOError
-            greeting = decode_greeting(self._token, pending.received)
+            greeting = decode_greeting(self._secret, pending.received)
             if greeting is None:
                 raise ConnectionError("a stranger's greeting")
-            raw.send(greeting_reply(self._token, pending.received))
+            raw.send(greeting_reply(self._secret, pending.received))
             if greeting.outgoing:
                 self._hand_over(pending, greeting.peer)
                 return
@@ -623,13 +591,13 @@ class _Acceptor:
             raise BlockingIOError
         call, code = pending.received[: _CALL.size], pending.received[_CALL.size : _CALL_BYTES]
         mark, rank, place, count = _CALL.unpack(call)
-        if mark != _MARK or not hmac.compare_digest(code, _code(self._secret, b"calls", call)):
+        if mark != _MARK or not hmac.compare_digest(code, proof(self._secret, b"calls", call)):
             raise ConnectionError("a stranger's call")
         if rank not in self._found or connection.certificate != self._certificates[rank]:
             raise ConnectionError("a call of nobody who is missing")
         if not pending.answered:
             pending.answered = True
-            connection.send(_code(self._secret, b"accepts", call))
+            connection.send(proof(self._secret, b"accepts", call))
             return
         found = self._found[rank]
         if not place < count <= MOST_CONNECTIONS or (place and (place, count) != (len(found), self._counts[rank])):

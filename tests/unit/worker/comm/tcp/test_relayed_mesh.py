@@ -6,17 +6,21 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from onebox.pool.client.relay import Relay
-from onebox.pool.client.relay_routes import RelayFlow, RelayRoute, RelayRoutes
+from onebox.pool.client.relay import Relay, RelayEnd
 from onebox.pool.errors import WorkerLocation
-from onebox.wire.protocol.responses import Listening, RelayRequest
-from onebox.wire.relay_greeting import REPLY_BYTES, TOKEN_BYTES, Greeting, greeting_reply
+from onebox.wire.group_listener import (
+    PROOF_BYTES,
+    SECRET_BYTES,
+    Greeting,
+    decode_listener,
+    greeting_reply,
+    listener_key,
+)
 from onebox.worker.comm.api import RankLost
 from onebox.worker.comm.tcp import mesh
 from onebox.worker.comm.tcp.mesh import GroupNetwork
@@ -36,52 +40,38 @@ from tests.unit.worker.comm.tcp.meshes import (
 NOBODY = "127.0.0.99"
 """An address at which nobody listens."""
 
-Change = Callable[[RelayRoute], RelayRoute]
-
 
 class Client:
-    """The client of a group: serves what its ranks ask for.
+    """The client of a group: relays what its ranks ask for.
 
     Args:
-        size: Number of ranks.
-        change: Changes a connection before it is made.
+        store: What the ranks say of themselves.
+        other: Another rank to which those are connected that ask for the last one.
     """
 
-    def __init__(self, size: int, change: Change | None = None) -> None:
+    def __init__(self, store: Store, other: int | None = None) -> None:
         self.relay = Relay()
-        self.routes = RelayRoutes()
         self.requests: list[tuple[int, int]] = []
-        self.listeners: dict[int, Listening] = {}
-        self._members = tuple(range(size))
-        self._change = change or (lambda route: route)
+        self.store = store
+        self._other = other
         self._lock = threading.Lock()
 
-    def take(self, rank: int, message: Listening | RelayRequest) -> None:
-        """Process the message of a rank."""
+    def of(self, rank: int) -> Callable[[int], None]:
+        """Return how a rank asks for a relay."""
+        return lambda peer: self._take(rank, peer)
+
+    def _take(self, rank: int, peer: int) -> None:
         with self._lock:
-            if isinstance(message, RelayRequest):
-                self.requests.append((rank, message.peer))
-            else:
-                self.listeners[rank] = message
-            place = WorkerLocation(worker=rank, host=f"host{rank}", device="cpu")
-            for route in self.routes.take(place, HERE, self._members, message):
-                self.relay.open(self._change(route))
+            self.requests.append((rank, peer))
+            target = self._end(peer)
+            if self._other is not None:
+                target = target._replace(listener=self._end(self._other).listener)
+            self.relay.open(1, self._end(rank), target)
 
-
-class Of:
-    """The client as one rank sees it."""
-
-    def __init__(self, client: Client, rank: int) -> None:
-        self._client = client
-        self._rank = rank
-
-    def listening(self, port: int, token: bytes) -> None:
-        """Tell of the rank's listener."""
-        self._client.take(self._rank, Listening(1, port, token))
-
-    def request(self, peer: int) -> None:
-        """Ask for a relay."""
-        self._client.take(self._rank, RelayRequest(1, peer))
+    def _end(self, rank: int) -> RelayEnd:
+        place = WorkerLocation(worker=rank, host=f"host{rank}", device="cpu")
+        said = self.store.get(listener_key(rank))
+        return RelayEnd(place, rank, HERE, decode_listener(rank, said, encrypted=True))
 
 
 @pytest.fixture(autouse=True)
@@ -97,26 +87,33 @@ def ranks() -> Iterator[ThreadPoolExecutor]:
 
 @pytest.fixture
 def client() -> Iterator[Client]:
-    made = Client(3)
+    made = Client(Store())
     yield made
     made.relay.close()
 
 
+def port(store: Store, rank: int) -> int:
+    """Return the port at which a rank says that it listens."""
+    return decode_listener(rank, store.get(listener_key(rank)), encrypted=True).port
+
+
 def formed(
-    ranks: ThreadPoolExecutor, client: Client, addresses: Sequence[str], networks: Sequence[GroupNetwork] | None = None
+    ranks: ThreadPoolExecutor,
+    client: Client,
+    addresses: Sequence[str],
+    networks: Sequence[GroupNetwork] | None = None,
 ) -> list[dict[int, Ends]]:
     """Form a group of ranks that others are to find at some addresses."""
-    store = Store()
 
     def one(rank: int) -> dict[int, Ends]:
         return connect_mesh(
             rank,
             len(addresses),
             HERE,
-            store,
+            client.store,
             advertised=addresses[rank],
             network=None if networks is None else networks[rank],
-            relay=Of(client, rank),
+            relay=client.of(rank),
         )
 
     return [each.result(WITHIN_S) for each in [ranks.submit(one, rank) for rank in range(len(addresses))]]
@@ -125,13 +122,15 @@ def formed(
 def test_the_client_relays_where_there_is_no_way_and_nowhere_else(
     ranks: ThreadPoolExecutor, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    relayed, take = bytearray(), RelayFlow.read
+    relayed, receive = bytearray(), socket.socket.recv_into
 
-    def look(flow: RelayFlow, data: bytes) -> None:
-        relayed.extend(data)
-        take(flow, data)
+    def look(connection: socket.socket, target: memoryview) -> int:
+        count = receive(connection, target)
+        if threading.current_thread().name == "onebox-relay":
+            relayed.extend(target[:count])
+        return count
 
-    monkeypatch.setattr(RelayFlow, "read", look)
+    monkeypatch.setattr(socket.socket, "recv_into", look)
     meshes = formed(ranks, client, (HERE, HERE, NOBODY))
     with closing(*meshes):
         for one in range(3):
@@ -142,9 +141,9 @@ def test_the_client_relays_where_there_is_no_way_and_nowhere_else(
         meshes[0][2].outgoing[0].send(pattern)
         found = read(meshes[2][0].incoming[0], len(pattern))
         assert found == pattern and len(relayed) > len(pattern) and pattern[:16] not in relayed
-    for listening in client.listeners.values():
+    for rank in range(3):
         with pytest.raises(ConnectionRefusedError):
-            socket.create_connection((HERE, listening.port), WITHIN_S)
+            socket.create_connection((HERE, port(client.store, rank)), WITHIN_S)
 
 
 def test_workers_of_one_host_behind_a_router_need_no_relay_to_each_other(
@@ -161,7 +160,7 @@ def test_a_host_without_a_way_is_known_to_later_groups_until_there_is_one(
     networks = [GroupNetwork(), GroupNetwork()]
     for direct_s, address, requests in ((0.2, NOBODY, 1), (1000.0, NOBODY, 1), (0.2, HERE, 0)):
         monkeypatch.setattr(mesh, "DIRECT_S", direct_s)
-        client = Client(2)
+        client = Client(Store())
         with contextlib.closing(client.relay), closing(*formed(ranks, client, (HERE, address), networks)):
             assert len(client.requests) == requests
         assert networks[0].unreachable == ({NOBODY} if requests else set()) or address == HERE
@@ -171,16 +170,11 @@ def test_a_host_without_a_way_is_known_to_later_groups_until_there_is_one(
 def test_the_client_cannot_connect_a_worker_with_another_one_than_its_peer(ranks: ThreadPoolExecutor) -> None:
     """The client, or whoever has its place, is not trusted with the peer's identity."""
 
-    def astray(route: RelayRoute) -> RelayRoute:
-        third = client.listeners[1]
-        return route._replace(target=route.target._replace(port=third.port, token=third.token))
-
-    client = Client(3, astray)
     store, addresses = Store(), (HERE, HERE, NOBODY)
+    client = Client(store, other=1)
 
     def one(rank: int) -> dict[int, Ends]:
-        address, of = addresses[rank], Of(client, rank)
-        return connect_mesh(rank, 3, HERE, store, advertised=address, relay=of, connect_s=2.0)
+        return connect_mesh(rank, 3, HERE, store, advertised=addresses[rank], relay=client.of(rank), connect_s=2.0)
 
     with contextlib.closing(client.relay):
         first, *others = [ranks.submit(one, rank) for rank in range(3)]
@@ -199,24 +193,22 @@ def greeted(store: Store, rank: int, greeting: bytes) -> bytes:
         found = b""
         with contextlib.suppress(ConnectionResetError):
             stranger.sendall(greeting)
-            while data := stranger.recv(REPLY_BYTES):
+            while data := stranger.recv(PROOF_BYTES):
                 found += data
         return found
 
 
-def test_a_listener_lets_nobody_in_who_does_not_know_its_token_nor_for_a_rank_that_it_did_not_ask_for(
+def test_a_listener_lets_nobody_in_who_does_not_know_its_secret_nor_for_a_rank_that_it_did_not_ask_for(
     ranks: ThreadPoolExecutor, client: Client
 ) -> None:
-    store = Store()
+    store = client.store
     store.set("tcp/1", announced(HERE, 9))  # announced, and not there yet
-    first = ranks.submit(connect_mesh, 0, 2, HERE, store, relay=Of(client, 0))
-    while 0 not in client.listeners:
-        time.sleep(0.01)
-    token = client.listeners[0].token
-    known = Greeting(True, 5).encode(token)
-    assert greeted(store, 0, Greeting(True, 1).encode(bytes(TOKEN_BYTES))) == b""
+    first = ranks.submit(connect_mesh, 0, 2, HERE, store, relay=client.of(0))
+    secret = decode_listener(0, store.get(listener_key(0)), encrypted=True).secret
+    known = Greeting(True, 5).encode(secret)
+    assert greeted(store, 0, Greeting(True, 1).encode(bytes(SECRET_BYTES))) == b""
     assert greeted(store, 0, known[:-1] + bytes([known[-1] ^ 1])) == b""
-    assert greeted(store, 0, known) == greeting_reply(token, known), "and it is closed: there is no rank 5"
+    assert greeted(store, 0, known) == greeting_reply(secret, known), "and it is closed: there is no rank 5"
     assert greeted(store, 0, b"1bo\r\n".ljust(1000)) == b""
     store.dissolved = True
     with pytest.raises(RankLost):
@@ -232,7 +224,7 @@ def test_listeners_take_the_first_free_one_of_the_ports_and_any_if_none_is_free(
         free.close()
         networks = [GroupNetwork(ports=ports), GroupNetwork(ports=ports[:1])]
         with closing(*formed(ranks, client, (HERE, HERE), networks)):
-            assert client.listeners[0].port == ports[1] and client.listeners[1].port not in ports
-            again = Client(2)  # while the connections of the first group have that port
+            assert port(client.store, 0) == ports[1] and port(client.store, 1) not in ports
+            again = Client(Store())  # while the connections of the first group have that port
             with contextlib.closing(again.relay), closing(*formed(ranks, again, (HERE, HERE), networks)):
-                assert again.listeners[0].port == ports[1]
+                assert port(again.store, 0) == ports[1]
