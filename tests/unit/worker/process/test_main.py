@@ -336,6 +336,29 @@ def test_the_next_step_is_queued_before_the_device_has_done_the_last_one(monkeyp
         client.close()
 
 
+def test_a_reply_that_waits_for_the_device_costs_nothing_until_its_work_is_done(
+    late: tuple[LateDevice, Client], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The device itself wakes the worker, and a message does; the device is not asked meanwhile."""
+    for place in ("onebox.worker.process.main.LOOK_S", "onebox.worker.execution.pending_reply.LOOK_S"):
+        monkeypatch.setattr(place, float(HOUR_S))
+    device, client = late
+    device.current().work(HOUR_S)
+    first = client.tell(Get((1,)))
+    event = until(lambda: next((each for each in device.current().events if each.waited), None))
+    executed, asked = client.server.machine.progress.executed, event.queries
+    second = client.tell(Get((1,)))
+    until(lambda: client.server.machine.progress.executed > executed)
+    assert client.socket.poll(0) == 0
+    device.skip(HOUR_S)
+    assert [client.receive()[0].number for _ in range(2)] == [first, second]
+    assert event.queries - asked <= 5
+    (thread,) = [each for each in threading.enumerate() if each.name == "onebox-device"]
+    client.tell(Shutdown(), answer=False)
+    thread.join(10)
+    assert not thread.is_alive()
+
+
 class FailingGroup:
     """A group whose operations are interrupted."""
 
@@ -365,7 +388,7 @@ def late(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[LateDevice, Client]]
         client.server.machine._groups._groups[3] = FailingGroup()  # type: ignore[assignment]
         yield device, client
     finally:
-        device.current().busy_until_ns = 0
+        device.finish()
         client.close()
 
 
@@ -388,9 +411,7 @@ def test_a_reply_that_waits_for_interrupted_operations_is_a_failure(
     if left:
         client.tell(LeaveGroup(3))
         until(lambda: 3 not in client.server.machine._groups._groups)
-    for event in device.current().events:
-        event.at_ns = 0  # the work is over
-    device.current().busy_until_ns = 0
+    device.finish()
     replies = [message for message in (client.receive()[0] for _ in range(1 + 2 * left)) if isinstance(message, Reply)]
     assert replies[0].number == number
     assert replies[0].failure is not None
@@ -429,7 +450,6 @@ def test_the_end_of_a_worker_does_not_wait_for_a_device_for_ever(
     client.tell(Shutdown(), answer=False)
     client.thread.join(10)
     assert not client.thread.is_alive()
-    assert device.synchronised == 0
 
 
 @pytest.mark.parametrize(
