@@ -55,7 +55,7 @@ from onebox.worker.execution.throttled import ThrottledExecutor
 from onebox.worker.faults import FaultInjector
 from onebox.worker.memory.buffers import Poisoned
 from onebox.worker.memory.host import HOST_SHARE
-from onebox.worker.process.config import Ports, WorkerConfig
+from onebox.worker.process.config import Ports, WorkerConfig, read_config
 from onebox.worker.process.device_waiter import DeviceWaiter
 from onebox.worker.process.heartbeat import HeartbeatThread
 from onebox.worker.sandbox.confine import confine, confine_sockets, failures
@@ -420,7 +420,7 @@ def main(owner: int = 0, watched: Sequence[int] = ()) -> None:
         *(watched or (os.pidfd_open(owner),)),
     )  # a fork of the owner keeps the first open
     os.environ.setdefault(*CUBLAS_BUFFERS)
-    config = msgspec.json.decode(_first_line(owner_descriptors), type=WorkerConfig)
+    config = read_config(_first_line(owner_descriptors))
     server_class = _server_class(config.device)
     load_kernels_at_once(config)
     if config.owner not in (0, owner):
