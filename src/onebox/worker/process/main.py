@@ -240,11 +240,16 @@ class WorkerServer:
         with torch.inference_mode():
             while self._handle(*self._next()):
                 pass
-        self.machine.close()
-        self._waiter.close()
-        self._watcher.stop()
-        self._socket.close(0)
-        self._context.term()
+        self.close()
+
+    def close(self) -> None:
+        """Leave all groups, end the other threads and close the sockets. Idempotent."""
+        if not self._context.closed:
+            self.machine.close()
+            self._waiter.close()
+            self._watcher.stop()
+            self._socket.close(0)
+            self._context.term()
 
     def _next(self) -> tuple[Envelope, Sequence[Any]]:
         progress = self.machine.progress
