@@ -118,7 +118,7 @@ class AgentConnection:
         self._held = HeldLeases(self._contact)
         self._numbers = 0
         self._greeting = 0  # number of the latest introduction after a reconnection
-        self._open, self._stopping, self._shut_out = False, False, False
+        self._open, self._stopping, self._other_version = False, False, False
         self._thread = threading.Thread(target=self._run, name=f"onebox-agent-{address}", daemon=True)
         asked = self._ask(self._introduction)  # before a refusal can come, which goes to pending requests
         self._thread.start()
@@ -396,16 +396,16 @@ class AgentConnection:
                     asked.answers.put(message)
 
     def _is_shut_out(self, message: AgentResponse) -> bool:
-        """Return whether the agent refuses this client altogether, until it is introduced again: it was removed, or the
-        agent was started anew in another version. Nothing else that the agent says is a sign of life then."""
+        """Return whether the agent refuses this client altogether: it was removed, or the agent was started anew in
+        another version. Until that lets it in, nothing else that it says is a sign of life."""
         if isinstance(message, Introduced):
-            self._shut_out = False
-        elif isinstance(message, Refused) and (
-            message.kind == "removed" or (message.kind == "versions" and message.number == self._greeting)
-        ):
-            self._shut_out = True
-            self._lose(PoolError(f"the agent at {self.address} says: {message.reason}"))
-        return self._shut_out
+            self._other_version = False
+        elif isinstance(message, Refused) and message.kind in ("removed", "versions"):
+            self._other_version |= message.kind == "versions" and message.number == self._greeting
+            if self._other_version or message.kind == "removed":
+                self._lose(PoolError(f"the agent at {self.address} says: {message.reason}"))
+                return True
+        return self._other_version
 
     def _refuse(self, number: int, fault: str) -> None:
         """Fail the request that an unreadable message answers or, if that cannot be told, all: any may wait for ever.
