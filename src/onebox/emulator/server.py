@@ -46,13 +46,13 @@ class EmulatorServer(WorkerServer):
     def _executor_of(self, config: WorkerConfig) -> type[EmulatedExecutor]:
         return EmulatedExecutor
 
-    def _await_reply(self, now_s: float) -> float:
+    def _await_reply(self, now_s: float, until_s: float) -> float:
         """Sleep until the first reply is due, if it is soon; return until when to wait for a message then."""
         after = self._replies[0].after
         assert after is not None
         due_s = after.time_ns() / 1e9
         if due_s - now_s > _BEFORE_S:
-            return due_s - _BEFORE_S
+            return min(until_s, due_s - _BEFORE_S)
         after.synchronize()
         self._send_complete()
         return now_s

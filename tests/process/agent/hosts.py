@@ -45,9 +45,9 @@ class Host:
         self.process.kill()
         self.process.communicate()
 
-    def start_again(self) -> None:
-        """Start it once more, with the same keys, where it was."""
-        self.process = _process(self.address.rpartition(":")[2])
+    def start_again(self, code: Path | None = None) -> None:
+        """Start it once more, with the same keys, where it was, from other code if given."""
+        self.process = _process(self.address.rpartition(":")[2], code=code)
         self.hand_over()
         self.read_address()
 
@@ -79,7 +79,10 @@ def start(count: int) -> list[Host]:
     return made
 
 
-def _process(*arguments: str) -> subprocess.Popen[str]:
+def _process(*arguments: str, code: Path | None = None) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "tests.process.agent.serving", *arguments]
     pipe = subprocess.PIPE
+    if code is not None:
+        environment = {**warm.single(), "PYTHONPATH": str(code)}
+        return subprocess.Popen(command, cwd=_REPOSITORY, env=environment, stdin=pipe, stdout=pipe, text=True)
     return warm.Popen(command, cwd=_REPOSITORY, env=warm.single(), stdin=pipe, stdout=pipe, text=True)

@@ -19,8 +19,7 @@ import pytest
 from onebox.agent import workers as module
 from onebox.agent.admission import Share
 from onebox.agent.cgroups import LeaseCgroup, LeaseCgroups
-from onebox.agent.lease_processes import LeaseIsolation
-from onebox.agent.lease_zygotes import LeaseZygotes
+from onebox.agent.lease_processes import LeaseIsolation, LeaseZygotes
 from onebox.agent.workers import LeaseClosed, LeasedWorker, LeaseEvent, LeaseReady, Workers
 from onebox.pool.launch import worker_user
 from onebox.pool.launch.worker_user import LeaseUsers, running_process

@@ -21,8 +21,7 @@ import psutil
 import pytest
 
 from onebox.agent.admission import Share
-from onebox.agent.lease_processes import LeaseIsolation
-from onebox.agent.lease_zygotes import RETRY_S, LeaseZygotes
+from onebox.agent.lease_processes import RETRY_S, LeaseIsolation, LeaseZygotes
 from onebox.agent.workers import (
     ClientImportsAlone,
     LeaseClosed,
@@ -318,7 +317,7 @@ def test_a_zygote_that_is_killed_as_a_lease_begins_is_done_without(made: Callabl
 def test_a_stopped_zygote_holds_up_no_lease_for_long(
     made: Callable[..., Workers], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("onebox.agent.lease_zygotes.SPAWN_S", 0.2)
+    monkeypatch.setattr("onebox.agent.lease_processes.SPAWN_S", 0.2)
     workers = made()
     zygote = zygote_of(lease(workers, 1, "ana"))
     assert zygote is not None
@@ -354,7 +353,7 @@ def test_a_zygote_whose_imports_fail_or_hang_is_done_without(
 ) -> None:
     program = "raise ImportError('no torch here')" if how == "fails" else "import time; time.sleep(600)"
     monkeypatch.setattr(zygotes_module, "COMMAND", (sys.executable, "-P", "-c", program))
-    monkeypatch.setattr("onebox.agent.lease_zygotes.IMPORT_S", 60.0 if how == "fails" else 0.0)
+    monkeypatch.setattr("onebox.agent.lease_processes.IMPORT_S", 60.0 if how == "fails" else 0.0)
     workers = made()
     assert zygote_of(lease(workers, 1, "ana")) is None
     (news,) = workers.ended_zygotes()

@@ -2,7 +2,8 @@
 
 The scene: an agent; a client that opens pools of a worker of its own and of one of the agent, and lets them exchange
 tensors; the zygotes of both. One process after another is killed; an agent or a client is started again. At last all
-are, in any order, and nothing is left: no process, file or socket.
+are, in any order, and nothing is left: no process, file or socket. Memory that is shared has no name, but for that of
+libraries in ``/dev/shm``.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import os
 import random
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -85,6 +87,7 @@ class Scene:
     def __init__(self, folder: Path) -> None:
         self.keys: KeyPair = new_keys()
         self._output = folder / "said"
+        self._memories = named_memories()
         self._before = {each.pid for each in psutil.Process().children(recursive=True)}
         self._agent, self.endpoint = self._start_agent("0")
         remember_agent(KnownAgent(self.endpoint, self.keys.public, "host"))
@@ -130,6 +133,13 @@ class Scene:
             self._client.wait()
             self._client = self._start_client()
 
+    def files(self) -> set[Path]:
+        """Return the temporary files, sockets and named memories that there are, but for the locks of cores, which are
+        kept for all of a user's processes."""
+        left = Path(tempfile.gettempdir()).iterdir()
+        temporary = {each for each in left if not each.name.startswith("onebox-cores-")}
+        return temporary | (named_memories() - self._memories)
+
     def rounds(self) -> int:
         """Return how many pools clients have used from beginning to end."""
         return self._output.read_text().count("done\n")
@@ -162,9 +172,18 @@ class Scene:
             )
 
 
+def named_memories() -> set[Path]:
+    """Return the shared memories of this machine that have a name of ours."""
+    return set(Path("/dev/shm").glob("onebox*"))
+
+
 @pytest.fixture
 def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
-    """All of its processes stay descendants of this one, whatever becomes of their parents."""
+    """All of its processes stay descendants of this one, whatever becomes of their parents; temporary files are in a
+    folder of their own, whose path has room for sockets."""
+    temporary = tempfile.TemporaryDirectory(prefix="kills-")
+    monkeypatch.setenv("TMPDIR", temporary.name)
+    monkeypatch.setattr(tempfile, "tempdir", temporary.name)
     monkeypatch.setenv("ONEBOX_CONFIG", str(tmp_path / "keys"))
     monkeypatch.delenv("ONEBOX_POOL", raising=False)
     identity("client")
@@ -181,6 +200,7 @@ def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
             until(lambda: not made.family())
     finally:
         ctypes.CDLL(None).prctl(_SUBREAPER, ctypes.c_ulong(0), 0, 0, 0)
+        temporary.cleanup()
 
 
 @pytest.mark.feature("Recovery: Leave no process behind")
@@ -211,3 +231,4 @@ def test_nothing_is_left_of_processes_that_are_killed_at_random_moments(scene: S
     until(lambda: not scene.family(), within_s=WAIT_S)
     with open_pool("cpu*1", threads=1):
         pass  # which removes folders of sockets that were left
+    assert scene.files() == set()

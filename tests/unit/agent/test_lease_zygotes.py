@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from onebox.agent import lease_zygotes as module
-from onebox.agent.lease_zygotes import IMPORT_S, MOST, RETRY_S, USED_S, LeaseZygotes
+from onebox.agent import lease_processes as module
+from onebox.agent.lease_processes import IMPORT_S, MOST_ZYGOTES, RETRY_S, USED_S, LeaseZygotes
 from onebox.forking import ForkServerEnded, SpawnFailed
 
 
@@ -103,11 +103,11 @@ def test_each_environment_has_one_which_is_kept(house: House, fakes: list[FakeZy
 def test_the_one_that_was_used_least_lately_gives_way_and_is_kept_for_its_workers(
     house: House, fakes: list[FakeZygote]
 ) -> None:
-    for threads in range(1, MOST + 1):
+    for threads in range(1, MOST_ZYGOTES + 1):
         house.have_ready(threads)
     house.prepare(1)
-    assert not house.prepare(MOST + 1, now_s=USED_S)
-    assert [fake.stopped for fake in fakes] == [number == 1 for number in range(MOST + 1)]
+    assert not house.prepare(MOST_ZYGOTES + 1, now_s=USED_S)
+    assert [fake.stopped for fake in fakes] == [number == 1 for number in range(MOST_ZYGOTES + 1)]
     assert house.zygotes.news() == [(5_000_001, "leases have other environments")] and not house.zygotes.news()
     assert house.fork(2) is None and not fakes[1].closed
     house.zygotes.attend(set(), USED_S)
@@ -118,17 +118,17 @@ def test_the_one_that_was_used_least_lately_gives_way_and_is_kept_for_its_worker
 
 
 def test_none_gives_way_that_imports_or_was_used_lately(house: House, fakes: list[FakeZygote]) -> None:
-    for threads in range(1, MOST + 1):
+    for threads in range(1, MOST_ZYGOTES + 1):
         house.prepare(threads)
-    assert house.prepare(MOST + 1, now_s=USED_S) and house.fork(MOST + 1) is None, "all import"
+    assert house.prepare(MOST_ZYGOTES + 1, now_s=USED_S) and house.fork(MOST_ZYGOTES + 1) is None, "all import"
     for fake in fakes:
         fake.importing = False
     house.zygotes.attend(set(), 0.0)
-    for threads in range(1, MOST + 1):
+    for threads in range(1, MOST_ZYGOTES + 1):
         house.prepare(threads, now_s=float(threads))
-    assert house.prepare(MOST + 1, now_s=USED_S + 0.9), "all were used lately"
-    assert len(fakes) == MOST and not any(fake.stopped for fake in fakes) and not house.zygotes.news()
-    assert not house.prepare(MOST + 1, now_s=USED_S + 1.0) and fakes[0].stopped
+    assert house.prepare(MOST_ZYGOTES + 1, now_s=USED_S + 0.9), "all were used lately"
+    assert len(fakes) == MOST_ZYGOTES and not any(fake.stopped for fake in fakes) and not house.zygotes.news()
+    assert not house.prepare(MOST_ZYGOTES + 1, now_s=USED_S + 1.0) and fakes[0].stopped
 
 
 def test_without_memory_none_starts_and_those_there_are_fork_no_more(house: House, fakes: list[FakeZygote]) -> None:

@@ -21,21 +21,27 @@ class LateEvent:
     def __init__(self, device: LateDevice, at_ns: int, *, timed: bool) -> None:
         self.at_ns = at_ns
         self.waited = False
+        self.queries = 0
         self._device = device
         self._timed = timed
 
-    def query(self) -> bool:
+    @property
+    def reached(self) -> bool:
         return self._device.now_ns() >= self.at_ns
+
+    def query(self) -> bool:
+        self.queries += 1
+        return self.reached
 
     def synchronize(self) -> None:
         self.waited = True
         self._device.synchronised += 1
-        while not self.query():
+        while not self.reached:
             time.sleep(1e-4)
 
     def time_ns(self) -> int:
         assert self._timed
-        assert self.query(), "the event is not complete"
+        assert self.reached, "the event is not complete"
         return self.at_ns
 
 
@@ -90,6 +96,12 @@ class LateDevice(HostAccelerator):
     def skip(self, seconds: float) -> None:
         """Let a time pass at once."""
         self._ahead_ns += round(seconds * 1e9)
+
+    def finish(self) -> None:
+        """End the work of the present stream at once."""
+        for event in self._current.events:
+            event.at_ns = 0
+        self._current.busy_until_ns = 0
 
     def current(self) -> Any:
         return self._current

@@ -39,7 +39,7 @@ def mismatch(client: SoftwareVersions, agent: SoftwareVersions, host: str) -> st
         return None
     return (
         f"versions that do not match: this client runs {describe(client)}; the agent on {host} runs {describe(agent)}: "
-        "install the same version of onebox and of torch on both"
+        "install the same version of onebox and of torch on both, and start both again"
     )
 
 

@@ -46,7 +46,12 @@ class AgentMessage(Struct, frozen=True, array_like=True, forbid_unknown_fields=T
     """Base: immutable, encoded as arrays, extra fields forbidden."""
 
 
-class SoftwareVersions(AgentMessage, frozen=True):
+class GreetingMessage(AgentMessage, frozen=True, forbid_unknown_fields=False):
+    """Base of what sides of different versions read of each other, to name both: a later version may append fields, but
+    keeps these."""
+
+
+class SoftwareVersions(GreetingMessage, frozen=True):
     """Versions of one side; both must have the same protocols, and the same torch except for a suffix after ``+``."""
 
     agent_protocol: int
@@ -136,7 +141,7 @@ class Started(AgentMessage, frozen=True):
 # ---- from a client
 
 
-class Introduce(AgentMessage, frozen=True, tag="introduce"):
+class Introduce(GreetingMessage, frozen=True, tag="introduce"):
     """First message; the reply is :class:`Introduced` or :class:`Refused`."""
 
     number: int
@@ -202,7 +207,7 @@ Request = Introduce | Inspect | Lease | Renew | Release | ReadLog
 # ---- from an agent
 
 
-class Introduced(AgentMessage, frozen=True, tag="introduced"):
+class Introduced(GreetingMessage, frozen=True, tag="introduced"):
     """The agent's first message.
 
     Args:
@@ -281,7 +286,7 @@ class LogLines(AgentMessage, frozen=True, tag="lines"):
     lines: tuple[str, ...]
 
 
-class Refused(AgentMessage, frozen=True, tag="refused"):
+class Refused(GreetingMessage, frozen=True, tag="refused"):
     """A request was refused; the reason states the request, the allowed values, and a remedy.
 
     Args:

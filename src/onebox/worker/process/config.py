@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import msgspec
 from msgspec import Struct
 
+from onebox.version import __version__
 from onebox.worker.faults import Fault
 
 START_S = 90.0
@@ -37,6 +39,7 @@ class WorkerConfig(Struct, frozen=True, forbid_unknown_fields=True):
         advertise: The address of this host at which workers of others connect to this one; empty for ``address``, or
             for what the client says where that is a folder: it is on this machine then, and has started this worker.
         most_processes: Most processes and threads of its user, which its lease has for itself; 0 for no limit.
+        onebox: The version of what has started it.
     """
 
     device: str
@@ -56,6 +59,7 @@ class WorkerConfig(Struct, frozen=True, forbid_unknown_fields=True):
     advertise: str = ""
     sharing_key: str = ""
     most_processes: int = 0
+    onebox: str = __version__
 
     @property
     def group_address(self) -> str:
@@ -69,6 +73,27 @@ class WorkerConfig(Struct, frozen=True, forbid_unknown_fields=True):
 
     def __repr__(self) -> str:  # without the secret
         return f"WorkerConfig(device={self.device!r}, threads={self.threads}, address={self.address!r})"
+
+
+class _Starter(Struct):
+    """What a configuration of any version has."""
+
+    onebox: str = ""
+
+
+def read_config(line: bytes) -> WorkerConfig:
+    """Decode a configuration.
+
+    Raises:
+        SystemExit: It comes from another version than this one, which was installed while that program ran.
+    """
+    starter = msgspec.json.decode(line, type=_Starter).onebox
+    if starter != __version__:
+        raise SystemExit(
+            f"onebox {starter} has started this worker, but installed is now onebox {__version__}: "
+            "start the program again that runs the other version"
+        )
+    return msgspec.json.decode(line, type=WorkerConfig)
 
 
 class Ports(Struct, frozen=True, forbid_unknown_fields=True):

@@ -229,7 +229,7 @@ class HeartbeatThread:
             processor_s=time.process_time(),
             now_s=time.monotonic(),
             disk_reads=used.ru_majflt + used.ru_inblock,
-            state=_state(),
+            state=main_thread_state(),
         )
         meter = self._meter
         message = encode(Heartbeat(progress.executed, stalled_s, progress.doing, meter.used_bytes, meter.peak_bytes))
@@ -240,7 +240,7 @@ class HeartbeatThread:
         return True
 
 
-def _state() -> str:
+def main_thread_state() -> str:
     """Return the state of the main thread, which does the work, according to Linux's proc(5)."""
     try:
         return Path(f"/proc/self/task/{os.getpid()}/stat").read_bytes().rpartition(b")")[2].split()[0].decode()

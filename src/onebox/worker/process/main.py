@@ -50,12 +50,13 @@ from onebox.worker.device import ComputeDevice
 from onebox.worker.execution.errors import describe_failure, require_device
 from onebox.worker.execution.executor import Executor
 from onebox.worker.execution.numerics import CUBLAS_BUFFERS
-from onebox.worker.execution.pending_reply import Outcome, PendingReply
+from onebox.worker.execution.pending_reply import LOOK_S, Outcome, PendingReply
 from onebox.worker.execution.throttled import ThrottledExecutor
 from onebox.worker.faults import FaultInjector
 from onebox.worker.memory.buffers import Poisoned
 from onebox.worker.memory.host import HOST_SHARE
-from onebox.worker.process.config import Ports, WorkerConfig
+from onebox.worker.process.config import Ports, WorkerConfig, read_config
+from onebox.worker.process.device_waiter import DeviceWaiter
 from onebox.worker.process.heartbeat import HeartbeatThread
 from onebox.worker.sandbox.confine import confine, confine_sockets, failures
 from onebox.worker.system.cpu_affinity import use_cores
@@ -80,9 +81,6 @@ DYNAMIC_PORTS = range(49152, 65536)
 
 _GROUP_PORTS = 16
 """Number of them that a worker tries for a group that forms."""
-
-_POLL_S = 1e-4
-"""Interval at which an asynchronous device is asked whether replies are complete, while no message comes."""
 
 _MOST_MS = (1 << 31) - 1
 """Longest timeout of a ZeroMQ socket."""
@@ -146,6 +144,7 @@ class WorkerServer:
         self._awaited: dict[int, None] = {}  # tickets without a reply, in order
         self._answers: dict[int, tuple[Rendezvous | Reduced | TicketCancelled, Sequence[Any], int]] = {}
         self._replies: deque[PendingReply] = deque()
+        self._waiter = DeviceWaiter(self._device.accelerator)
         self._tickets = 0
         self._number = 0
         self._failed = False
@@ -241,10 +240,16 @@ class WorkerServer:
         with torch.inference_mode():
             while self._handle(*self._next()):
                 pass
-        self.machine.close()
-        self._watcher.stop()
-        self._socket.close(0)
-        self._context.term()
+        self.close()
+
+    def close(self) -> None:
+        """Leave all groups, end the other threads and close the sockets. Idempotent."""
+        if not self._context.closed:
+            self.machine.close()
+            self._waiter.close()
+            self._watcher.stop()
+            self._socket.close(0)
+            self._context.term()
 
     def _next(self) -> tuple[Envelope, Sequence[Any]]:
         progress = self.machine.progress
@@ -268,7 +273,7 @@ class WorkerServer:
             self._send_complete()
             until_s = min(end_s, link.due_s)
             if self._replies:
-                until_s = min(until_s, self._await_reply(now_s))
+                until_s = self._await_reply(now_s, until_s)
             wait_ms = max(0.0, until_s - now_s) * 1000
             patience_ms = -1 if wait_ms == math.inf else min(_MOST_MS, math.ceil(wait_ms))
             self._socket.setsockopt(zmq.RCVTIMEO, patience_ms)  # cheaper than a poll followed by a receive
@@ -283,11 +288,16 @@ class WorkerServer:
                 self._report_unreadable(error)
             return True
 
-    def _await_reply(self, now_s: float) -> float:
-        """Wait a moment for the first reply to be complete, or a message; return until when to wait for one then."""
-        if not self._socket.poll(0):
-            time.sleep(_POLL_S)
+    def _await_reply(self, now_s: float, until_s: float) -> float:
+        """Wait for the device to come to the first reply, for a message, or for the time when groups are looked at;
+        return until when to wait for a message then."""
+        self._await_device(min(until_s - now_s, LOOK_S), self._socket)
         return now_s
+
+    def _await_device(self, within_s: float, *sockets: zmq.Socket[bytes]) -> None:
+        after = self._replies[0].after
+        assert after is not None
+        self._waiter.wait(after, within_s, *sockets)
 
     def _report_unreadable(self, error: WireError) -> None:
         """Report a message that could not be decoded, whose number is unknown."""
@@ -377,7 +387,7 @@ class WorkerServer:
                     raise SystemExit(
                         f"the device has not done its work within {SEND_TIMEOUT_S:.0f} s; this worker ends"
                     )
-                time.sleep(_POLL_S)
+                self._await_device(LOOK_S)
                 self._send_complete()
 
     def _report(self, failure: WorkerFailure) -> None:
@@ -415,7 +425,7 @@ def main(owner: int = 0, watched: Sequence[int] = ()) -> None:
         *(watched or (os.pidfd_open(owner),)),
     )  # a fork of the owner keeps the first open
     os.environ.setdefault(*CUBLAS_BUFFERS)
-    config = msgspec.json.decode(_first_line(owner_descriptors), type=WorkerConfig)
+    config = read_config(_first_line(owner_descriptors))
     server_class = _server_class(config.device)
     load_kernels_at_once(config)
     if config.owner not in (0, owner):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import stat
 import threading
@@ -80,6 +81,32 @@ def test_keys_are_made_once_for_this_user_alone(folder: Path) -> None:
     assert mode(folder) == 0o700
     assert mode(folder / "client.key.json") == mode(folder / "agent.key.json") == 0o600
     assert client.secret not in repr(client)
+
+
+def test_files_of_version_0_1_0_are_read_and_peers_with_unknown_fields_are_refused(folder: Path) -> None:
+    public, secret = "rq:rM>}U?@Lns47E1%kR.o@n%FcmmsL/@{H8]yf7", "JTKVSB%%)wK0E.X)V>+}o?pNmC{O&4W4b!Ni{Lh6"
+    folder.mkdir(mode=0o700)
+    files = {
+        "client.key.json": {"public": public, "secret": secret},
+        "agents.json": [{"address": "lab-1:7171", "key": public, "host": "lab"}],
+        "clients.json": [{"name": "ana@desk", "key": public}],
+    }
+
+    def write(more: dict[str, str]) -> None:
+        for name, content in files.items():
+            entries = [{**each, **more} for each in ([content] if isinstance(content, dict) else content)]
+            path = folder / name
+            path.write_text(json.dumps(entries[0] if isinstance(content, dict) else entries))
+            path.chmod(0o600)
+
+    write({})
+    assert (identity("client").public, identity("client").secret) == (public, secret)
+    assert known_agents() == (KnownAgent("lab-1:7171", public, "lab"),)
+    assert [each.name for each in allowed_clients()] == ["ana@desk"]
+    write({"since": "9.9.9"})
+    assert identity("client").secret == secret
+    for reads in (known_agents, allowed_clients):
+        assert "unknown field `since`" in refused(reads)
 
 
 def test_two_who_make_keys_at_once_have_the_same() -> None:

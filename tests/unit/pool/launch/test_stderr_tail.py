@@ -14,6 +14,7 @@ import pytest
 from onebox.pool.launch import stderr_tail as module
 from onebox.pool.launch.stderr_tail import KEPT_BYTES, StderrTail
 from tests.kit import leaks
+from tests.kit.waiting import until
 
 FLOOD = """
 import os, sys, time
@@ -63,13 +64,13 @@ def test_what_is_written_last_is_there_at_once() -> None:
 
 def test_the_thread_ends_with_the_process_and_with_the_owner() -> None:
     for close in (False, True):
+        before = set(threading.enumerate())
         tail = StderrTail()
         if close:
             tail.close()
         else:
             tail.inlet.close()
-            tail._thread.join(5)
-        assert not tail._thread.is_alive()
+        until(lambda: set(threading.enumerate()) <= before)  # noqa: B023 - it is called at once
         tail.close()
     assert threading.active_count() < 100
 

@@ -72,9 +72,9 @@ def test_who_waits_for_a_disk_is_slow_and_not_hung_but_not_without_end() -> None
 
 def test_who_would_run_if_there_were_a_processor_is_told_from_who_waits() -> None:
     """By the main thread, which here is the one that asks, and then waits for another one that asks."""
-    assert heartbeat._state() == "R"
+    assert heartbeat.main_thread_state() == "R"
     found: list[str] = []
-    asking = threading.Timer(0.1, lambda: found.append(heartbeat._state()))
+    asking = threading.Timer(0.1, lambda: found.append(heartbeat.main_thread_state()))
     asking.start()
     asking.join()
     assert found == ["S"]
@@ -82,9 +82,9 @@ def test_who_would_run_if_there_were_a_processor_is_told_from_who_waits() -> Non
 
 WAITS = """
 import ctypes, os, threading, time
-from onebox.worker.process.heartbeat import _state
+from onebox.worker.process.heartbeat import main_thread_state
 found = []
-threading.Timer(0.3, lambda: found.append(_state())).start()
+threading.Timer(0.3, lambda: found.append(main_thread_state())).start()
 if not ctypes.CDLL(None).syscall(56, 0x4000 | 17, 0, 0, 0, 0):  # clone(CLONE_VFORK): the parent waits for the child
     time.sleep(0.6)
     os._exit(0)
@@ -169,7 +169,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
         made = Watched(context)
         yield made
         made.close()
-        assert not made.watcher._thread.is_alive()
+        assert "onebox-watch" not in {each.name for each in threading.enumerate()}
 
 
 def test_the_one_client_hears_that_the_worker_lives(watched: Watched) -> None:
@@ -249,7 +249,7 @@ def test_groups_that_are_to_wait_no_longer_are_heard_of_beside_the_queue(watched
 
 def test_a_stall_is_told(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "process_time", lambda: 1.0)  # this process is busy with the tests
-    monkeypatch.setattr(heartbeat, "_state", lambda: "S")
+    monkeypatch.setattr(heartbeat, "main_thread_state", lambda: "S")
     watched.progress.executed, watched.progress.waiting = 1, False
     end_s = time.monotonic() + 20
     while time.monotonic() < end_s:

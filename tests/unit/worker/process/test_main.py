@@ -16,7 +16,6 @@ import torch
 import zmq
 
 from onebox.wire import (
-    Connection,
     TensorSpec,
     configure,
     decode_worker_message,
@@ -39,13 +38,15 @@ from onebox.wire.protocol.requests import (
     Run,
     Shutdown,
 )
-from onebox.wire.protocol.responses import Contribution, Hello, Left, Lookup, Reply, Scalars, Tensors
-from onebox.wire.reliable import FRAME_BYTES
+from onebox.wire.protocol.responses import Contribution, Hello, Joined, Left, Lookup, Reply, Scalars, Tensors
 from onebox.worker import WorkerConfig
 from onebox.worker.accelerator import DeviceFailed
 from onebox.worker.comm.api import RankLost
+from onebox.worker.comm.manager import GroupManager
+from onebox.worker.execution.executor import Executor
 from onebox.worker.process import main
-from onebox.worker.process.main import MESSAGE_BYTES, Ports, WorkerServer
+from onebox.worker.process.config import Ports
+from onebox.worker.process.main import WorkerServer
 from onebox.worker.progress import WorkerProgress
 from tests.kit.waiting import until
 from tests.unit.machines import define, elementwise
@@ -61,12 +62,12 @@ class Client:
 
     server_class = WorkerServer
 
-    def __init__(self, device: str = "cpu") -> None:
+    def __init__(self, device: str = "cpu", *, quota_bytes: int = 0) -> None:
         self.keys, self.server_keys = new_keys(), new_keys()
         self.lifeline, self.owner = os.pipe()
         self.folder = tempfile.TemporaryDirectory(prefix="onebox-")
         keys = self.server_keys
-        config = WorkerConfig(device, 1, keys.public, keys.secret, self.keys.public, self.folder.name)
+        config = WorkerConfig(device, 1, keys.public, keys.secret, self.keys.public, self.folder.name, quota_bytes)
         self.server = self.server_class(config, (self.lifeline,))
         self.thread = threading.Thread(target=self.server.serve, daemon=True)
         self.thread.start()
@@ -100,13 +101,10 @@ class Client:
         return isinstance(reply, Reply) and reply.number == number
 
     def close(self) -> None:
-        if not self.thread.is_alive() and not self.server._context.closed:  # an error has ended it
-            self.server._watcher.stop()
-            self.server._socket.close(0)
-            self.server._context.term()
         self.tell(Shutdown(), answer=False)
         self.thread.join(30)
         assert not self.thread.is_alive()
+        self.server.close()  # an error may have ended the thread
         self.context.destroy(linger=0)
         os.close(self.lifeline)
         os.close(self.owner)
@@ -230,9 +228,9 @@ def test_a_client_that_takes_nothing_ends_the_worker(client: Client, monkeypatch
 
     def full(socket: Any, frames: Any, flags: int = 0, *, copy: bool = True) -> None:
         waiting.append(client.server.machine.progress.waiting)
+        assert 0 < socket.sndtimeo <= 600_000, "a wait with a bound"
         raise zmq.Again
 
-    assert 0 < client.server._socket.sndtimeo <= 600_000, "a wait with a bound"
     with monkeypatch.context() as patch:
         patch.setattr(main, "send", full)
         patch.setattr(client.server.machine, "progress", WorkerProgress())  # its own thread waits for messages
@@ -336,10 +334,34 @@ def test_the_next_step_is_queued_before_the_device_has_done_the_last_one(monkeyp
         client.close()
 
 
+def test_a_reply_that_waits_for_the_device_costs_nothing_until_its_work_is_done(
+    late: tuple[LateDevice, Client], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The device itself wakes the worker, and a message does; the device is not asked meanwhile."""
+    for place in ("onebox.worker.process.main.LOOK_S", "onebox.worker.execution.pending_reply.LOOK_S"):
+        monkeypatch.setattr(place, float(HOUR_S))
+    device, client = late
+    device.current().work(HOUR_S)
+    first = client.tell(Get((1,)))
+    (event,) = until(lambda: [each for each in device.current().events if each.waited])
+    executed, asked = client.server.machine.progress.executed, event.queries
+    second = client.tell(Get((1,)))
+    until(lambda: client.server.machine.progress.executed > executed)
+    assert client.socket.poll(0) == 0
+    device.skip(HOUR_S)
+    assert [client.receive()[0].number for _ in range(2)] == [first, second]
+    assert event.queries - asked <= 5
+    (thread,) = [each for each in threading.enumerate() if each.name == "onebox-device"]
+    client.tell(Shutdown(), answer=False)
+    thread.join(10)
+    assert not thread.is_alive()
+
+
 class FailingGroup:
     """A group whose operations are interrupted."""
 
     failure = ""
+    joined = Joined()
 
     def check(self) -> bool:
         if self.failure:
@@ -356,26 +378,32 @@ class FailingGroup:
         """Leave it."""
 
 
+class FailingGroups(GroupManager):
+    def _join(self, *given: object) -> Any:
+        return FailingGroup()
+
+
 @pytest.fixture
 def late(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[LateDevice, Client]]:
     """A worker of an asynchronous device in group 3, with a buffer."""
     device = LateDevice()
     monkeypatch.setattr("onebox.worker.device.accelerator_for", lambda name: device)
+    monkeypatch.setattr(Executor, "groups_type", FailingGroups)
     client = Client()
     try:
         assert isinstance(client.receive()[0], Hello)
-        client.ask(put(), frames=[FRAME])
-        client.server.machine._groups._groups[3] = FailingGroup()  # type: ignore[assignment]
+        client.ask(put(), FormGroup(3, 0, 2, "gloo", "127.0.0.1", 5.0), frames=[FRAME])
         yield device, client
     finally:
-        device.current().busy_until_ns = 0
+        device.finish()
         client.close()
 
 
-def begun(client: Client, *instructions: Instruction) -> int:
+def begun(late: tuple[LateDevice, Client], *instructions: Instruction) -> int:
     """Send a message, and wait until its reply waits for the device."""
+    device, client = late
     number = client.tell(*instructions)
-    until(lambda: bool(client.server._replies))
+    until(lambda: any(event.waited for event in device.current().events))
     return number
 
 
@@ -386,15 +414,13 @@ def test_a_reply_that_waits_for_interrupted_operations_is_a_failure(
     """The device's work is over then, with any values."""
     device, client = late
     device.current().work(60.0)
-    number = begun(client, Get((1,)))
+    number = begun(late, Get((1,)))
     client.server.machine.interrupt(3)
     if left:
         client.tell(LeaveGroup(3))
-        until(lambda: 3 not in client.server.machine._groups._groups)
-    for event in device.current().events:
-        event.at_ns = 0  # the work is over
-    device.current().busy_until_ns = 0
-    replies = [message for message in (client.receive()[0] for _ in range(1 + 2 * left)) if isinstance(message, Reply)]
+        assert isinstance(client.receive()[0], Left)
+    device.finish()
+    replies = [client.receive()[0] for _ in range(1 + left)]
     assert replies[0].number == number
     assert replies[0].failure is not None
     assert (replies[0].failure.kind, replies[0].failure.message) == (
@@ -414,7 +440,7 @@ def test_an_interrupted_device_that_goes_on_ends_the_worker(
     ended: list[BaseException] = []
     monkeypatch.setattr(threading, "excepthook", lambda args: ended.append(args.exc_value))
     device.current().work(60.0)
-    begun(client, Get((1,)))
+    begun(late, Get((1,)))
     client.server.machine.interrupt(3)
     client.thread.join(10)
     assert not client.thread.is_alive()
@@ -428,11 +454,10 @@ def test_the_end_of_a_worker_does_not_wait_for_a_device_for_ever(
     device, client = late
     monkeypatch.setattr(threading, "excepthook", lambda args: None)
     device.current().work(60.0)
-    begun(client, Get((1,)))
+    begun(late, Get((1,)))
     client.tell(Shutdown(), answer=False)
     client.thread.join(10)
     assert not client.thread.is_alive()
-    assert device.synchronised == 0
 
 
 @pytest.mark.parametrize(
@@ -453,45 +478,41 @@ def test_workers_with_a_gpu_of_their_own_load_kernels_at_once(
     assert os.environ.get("CUDA_MODULE_LOADING") == loading
 
 
-def test_messages_that_wait_are_bounded_and_answers_without_a_question_are_dropped(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    keys, client_keys = new_keys(), new_keys()
-    lifeline, owner = os.pipe()
-    with tempfile.TemporaryDirectory(prefix="onebox-") as folder:
-        config = WorkerConfig("cpu", 1, keys.public, keys.secret, client_keys.public, folder, quota_bytes=1 << 20)
-        server = WorkerServer(config, (lifeline,))
-        try:
-            assert server._most_bytes == main.waiting_bytes(1 << 20) < main.waiting_bytes(0)
-            for ticket in range(1, 100):  # of which nobody has asked for one
-                server._dispatch(Envelope(0, False, (Rendezvous(ticket, (bytes(1000),)),)), (), 1000)
-            assert not server._answers
-            ticket = server.new_ticket()
-            for _ in range(3):
-                server._dispatch(Envelope(0, False, (Rendezvous(ticket, (b"yes",)),)), (), 1000)
-            assert server.await_ticket(ticket, 1.0) == (Rendezvous(ticket, (b"yes",)), ())
-            server._dispatch(Envelope(0, False, (Rendezvous(ticket, (b"again",)),)), (), 1000)
-            assert not server._answers and not server._waiting_bytes
-            with pytest.raises(SystemExit, match="bytes wait; allowed are"):
-                for _ in range(200):  # answers to questions, which nobody waits for
-                    reduced = Envelope(0, False, (Reduced(server.new_ticket()),))
-                    server._dispatch(reduced, (), server._most_bytes // 100)
-            assert len(server._answers) <= 101
-            server._answers.clear()
-            server._waiting_bytes = 0
-            empty = [encode(Envelope(1, False, ())), *[b""] * 1000]  # frames that are empty take memory all the same
-            monkeypatch.setattr(Connection, "receive", lambda link: [empty])
-            server._receive(0.0)
-            assert server._waiting_bytes == MESSAGE_BYTES + held_bytes(empty) > 1000 * FRAME_BYTES
-            with pytest.raises(SystemExit, match="bytes wait; allowed are"):
-                for number in range(200):
-                    server._dispatch(Envelope(number, True, (Ask("scalars", ()),)), (), server._most_bytes // 100)
-            assert len(server._deferred) <= 101
-        finally:
-            server._watcher._authenticator.stop()
-            server._context.destroy(linger=0)
-            os.close(lifeline)
-            os.close(owner)
+@pytest.fixture
+def narrow(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Client, list[str]]]:
+    """A worker in which about a mebibyte of messages may wait, and the error with which it ends."""
+    monkeypatch.setattr(main, "WAITING_BYTES", 1 << 20)
+    assert main.waiting_bytes(1 << 12) < main.waiting_bytes(0)
+    ended: list[str] = []
+    monkeypatch.setattr(threading, "excepthook", lambda args: ended.append(str(args.exc_value)))
+    client = Client(quota_bytes=1 << 12)
+    assert isinstance(client.receive()[0], Hello)
+    yield client, ended
+    client.close()
+
+
+def test_answers_without_a_question_are_dropped(narrow: tuple[Client, list[str]]) -> None:
+    client, _ = narrow
+    asked = client.server.new_ticket()
+    for ticket in [asked] * 50 + list(range(asked + 1, asked + 50)):  # the first is kept
+        client.socket.send_multipart([encode(Envelope(0, False, (Rendezvous(ticket, (bytes(1 << 16),)),)))])
+    assert client.silent()
+
+
+@pytest.mark.parametrize("what", ["messages", "empty frames", "answers"])
+def test_messages_that_wait_are_bounded(narrow: tuple[Client, list[str]], what: str) -> None:
+    client, ended = narrow
+    if what != "answers":  # which nobody waits for
+        client.tell(put(), FormGroup(5, 0, 2, "client", "127.0.0.1", 60.0), Reduce((1,), 5), Get((1,)), frames=[FRAME])
+        assert isinstance(client.receive()[0], Contribution)
+    frames = {"messages": [bytes(1 << 14)], "empty frames": [b""] * 1000, "answers": [bytes(1 << 14)]}[what]
+    assert held_bytes([b"", *frames]) > 1 << 13, "empty frames take memory, too"
+    for _ in range(200):
+        instruction = Reduced(client.server.new_ticket()) if what == "answers" else Ask("scalars", ())
+        client.socket.send_multipart([encode(Envelope(0, True, (instruction,))), *frames])
+    client.thread.join(30)
+    assert not client.thread.is_alive()
+    assert len(ended) == 1 and "bytes wait; allowed are" in ended[0]
 
 
 def test_operators_warn_of_nothing_in_a_worker() -> None:

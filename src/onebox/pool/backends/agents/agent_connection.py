@@ -117,7 +117,8 @@ class AgentConnection:
         self._contact = KeepAlive(time.monotonic())
         self._held = HeldLeases(self._contact)
         self._numbers = 0
-        self._open, self._stopping = False, False
+        self._greeting = 0  # number of the latest introduction after a reconnection
+        self._open, self._stopping, self._other_version = False, False, False
         self._thread = threading.Thread(target=self._run, name=f"onebox-agent-{address}", daemon=True)
         asked = self._ask(self._introduction)  # before a refusal can come, which goes to pending requests
         self._thread.start()
@@ -344,7 +345,8 @@ class AgentConnection:
         elif self._socket.cuts > cuts and self._open:
             with self._lock:
                 self._numbers += 2
-                self._outbox.append(encode_agent(self._introduction(self._numbers - 1)))
+                self._greeting = self._numbers - 1
+                self._outbox.append(encode_agent(self._introduction(self._greeting)))
                 # before requests: an agent that was started anew gives out the numbers of its leases again
                 self._outbox.append(encode_agent(Renew(self._numbers)))
                 self._outbox.extend(encode_agent(asked.request) for asked in self._asked.values())
@@ -367,8 +369,7 @@ class AgentConnection:
         except WireError as error:
             self._refuse(response_number(frame), f"the agent at {self.address} sent {error}")
             return
-        if isinstance(message, Refused) and message.kind == "removed":
-            self._lose(PoolError(f"the agent at {self.address} says: {message.reason}"))
+        if self._is_shut_out(message):
             return
         with self._lock:
             self._held.heard(time.monotonic())
@@ -393,6 +394,18 @@ class AgentConnection:
                     elif asked.answers.qsize() >= _BATCH:  # nobody looks at them now: the place in the queue is old
                         return
                     asked.answers.put(message)
+
+    def _is_shut_out(self, message: AgentResponse) -> bool:
+        """Return whether the agent refuses this client altogether: it was removed, or the agent was started anew in
+        another version. Until that lets it in, nothing else that it says is a sign of life."""
+        if isinstance(message, Introduced):
+            self._other_version = False
+        elif isinstance(message, Refused) and message.kind in ("removed", "versions"):
+            self._other_version |= message.kind == "versions" and message.number == self._greeting
+            if self._other_version or message.kind == "removed":
+                self._lose(PoolError(f"the agent at {self.address} says: {message.reason}"))
+                return True
+        return self._other_version
 
     def _refuse(self, number: int, fault: str) -> None:
         """Fail the request that an unreadable message answers or, if that cannot be told, all: any may wait for ever.

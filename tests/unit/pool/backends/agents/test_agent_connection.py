@@ -41,6 +41,7 @@ from onebox.wire.protocol.agents import (
     Refused,
     Release,
     Renew,
+    Renewed,
     Request,
     Started,
     Want,
@@ -252,6 +253,27 @@ def test_a_connection_that_is_cut_comes_back_and_what_was_asked_is_asked_again(a
         assert not select.select([member.descriptor], [], [], 1.0)[0], "its lease goes on"
         line.close()
         assert "Introduce" in again.kinds() and again.leases == []
+    finally:
+        line.close()
+        again.close()
+
+
+def test_an_agent_that_comes_back_in_another_version_ends_all_with_its_reason(agent: ScriptedAgent) -> None:
+    line = agent.line()
+    (member,) = line.lease([CPU], CLIENT, cut_s=30.0)
+    _, port = split(agent.address)
+    agent.close()
+
+    def refuse(request: Request) -> Sequence[AgentResponse]:
+        if isinstance(request, Introduce):
+            return [Refused(request.number, "versions", "this is 9 and that is 8")]
+        return [Renewed(request.number, (member.lease,))] if isinstance(request, Renew) else []
+
+    again = ScriptedAgent(refuse, port=port)
+    try:
+        assert "says: this is 9 and that is 8" in ends(member, 30.0)
+        with pytest.raises(PoolError, match="this is 9 and that is 8"):
+            line.inspect()
     finally:
         line.close()
         again.close()
