@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from onebox.wire import DTYPES, TensorSpec, spec_of
+from onebox.wire import TensorSpec, spec_of
 from onebox.wire.protocol.groups import FormGroup
 from onebox.wire.protocol.responses import Joined
 from onebox.worker.comm.api import RankLost, RowRange
@@ -111,8 +111,7 @@ class ShmCarrier:
         sender = self.sender
         block = sender.write(tensors, spec.size_bytes)
         block.readers += 1  # this rank
-        part = sender.memory.bytes[block.offset : block.offset + spec.size_bytes].view(DTYPES[spec.dtype])
-        posted = Posted(part, 0, functools.partial(sender.drop, block))
+        posted = Posted(sender.memory.elements(spec, block.offset), 0, functools.partial(sender.drop, block))
         for peer in peers:
             sender.post(peer, channel, block, spec, code=code)
         posted.at_ns = time.monotonic_ns()
