@@ -1,2 +1,2 @@
-"""Communication among workers: groups, the client's rendezvous, torch.distributed. Shared memory is in
-comm.shm; the instructions that use groups are in execution."""
+"""Communication among workers: groups, over shared memory (comm.shm), TCP (comm.tcp) or NCCL, and the client's
+rendezvous. The instructions that use groups are in execution."""

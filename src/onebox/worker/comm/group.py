@@ -86,7 +86,7 @@ class CarriedGroup:
 
     def send(self, tensor: Tensor, peer: int, channel: int, within: RowRange | None = None) -> int:
         """Send a tensor, or the next part of one, to a rank with its present contents."""
-        return self._way(peer).send(tensor.resolve_conj().resolve_neg(), peer, channel, within)
+        return self._way(peer).send(_resolved(tensor), peer, channel, within)
 
     def receive(self, spec: TensorSpec, peer: int, channel: int, rows: Sequence[int] = ()) -> Finish:
         """Begin to receive a tensor from a rank; it arrives whole, in whatever parts it is sent."""
@@ -200,7 +200,7 @@ class CarriedGroup:
     # ---- messages
 
     def _stage(self, tensor: Tensor) -> Tensor:
-        return self._accelerator.to_host(tensor).resolve_conj().resolve_neg()
+        return _resolved(self._accelerator.to_host(tensor))
 
     def _flat(self, tensors: Sequence[Tensor]) -> Tensor:
         """Return a new tensor with tensors of one type, concatenated."""
@@ -369,6 +369,11 @@ class _Adder:
             except Exception as error:
                 done.set_exception(error)
             del item, work, done
+
+
+def _resolved(tensor: Tensor) -> Tensor:
+    """Return a tensor whose memory holds its elements, not those of which they are the conjugates or the negatives."""
+    return tensor.resolve_conj().resolve_neg() if tensor.is_conj() or tensor.is_neg() else tensor
 
 
 def _sum(parts: Sequence[Tensor], specs: Sequence[TensorSpec], spare: int | None) -> Tensor:

@@ -1,10 +1,9 @@
-"""The groups that a worker belongs to: formed over shared memory, sockets, or the client; and left."""
+"""The groups that a worker belongs to: formed over shared memory, TCP, NCCL or the client; and left."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
 from contextlib import suppress
 
 import msgspec
@@ -28,7 +27,7 @@ from onebox.worker.comm.shm.gpu_sender import shm_copier_for
 from onebox.worker.comm.shm.rendezvous import find_shm_peers
 from onebox.worker.comm.shm.segment import supported
 from onebox.worker.comm.tcp.carrier import TcpCarrier
-from onebox.worker.comm.tcp.mesh import GroupNetwork, RelayTo
+from onebox.worker.comm.tcp.mesh import GroupNetwork
 from onebox.worker.memory.buffers import Poisoned
 from onebox.worker.memory.shared import SharedMemoryQuota
 from onebox.worker.progress import WorkerProgress
@@ -309,11 +308,24 @@ def form_group(
                 joined = memory.joined
         try:
             if not whole:
-                reached = network or GroupNetwork()
-                carriers.append(_by_tcp(form, store, accelerator, progress, reached, relay, joined.near))
+                encrypted, place = form.backend == "tls", network or GroupNetwork()
+                address, advertised = forwarded_address(form.address, place.bound)
+                carrier = TcpCarrier(
+                    form,
+                    store,
+                    accelerator,
+                    progress,
+                    address,
+                    encrypted=encrypted,
+                    advertised=advertised,
+                    network=place,
+                    relay=relay if encrypted else None,
+                    near=joined.near,
+                )
+                carriers.append(carrier)
         except BaseException:
-            for carrier in carriers:
-                carrier.close()
+            for each in carriers:
+                each.close()
             raise
         return CarriedGroup(form, carriers, accelerator, progress, joined)
 
@@ -344,28 +356,3 @@ def _by_nccl(form: FormGroup, store: ChannelStore, accelerator: Accelerator, pro
         return NcclGroup(form, store, accelerator, progress)
     except RuntimeError as error:
         raise RankLost(f"the group could not be formed: {str(error).splitlines()[0]}") from error
-
-
-def _by_tcp(
-    form: FormGroup,
-    store: ChannelStore,
-    accelerator: Accelerator,
-    progress: WorkerProgress,
-    network: GroupNetwork,
-    relay: RelayTo,
-    near: Sequence[int],
-) -> TcpCarrier:
-    encrypted = form.backend == "tls"
-    address, advertised = forwarded_address(form.address, network.bound)
-    return TcpCarrier(
-        form,
-        store,
-        accelerator,
-        progress,
-        address,
-        encrypted=encrypted,
-        advertised=advertised,
-        network=network,
-        relay=relay if encrypted else None,
-        near=near,
-    )

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from onebox.wire import DTYPES, TensorSpec, spec_of
+from onebox.wire import TensorSpec, spec_of
 from onebox.wire.protocol.groups import FormGroup
 from onebox.wire.protocol.responses import Joined
 from onebox.worker.comm.api import RankLost, RowRange
@@ -59,10 +59,10 @@ class ShmCarrier:
         self._progress = progress
         self._thread = threading.get_ident()
         self._watches = met.watches
-        self._interrupted = self._left = False
+        self._interrupted = False
         self._begun: dict[tuple[int, int], BlockRegion] = {}  # the last part of incomplete tensors, by rank and channel
         own = met.memories[form.rank]
-        self.sender = ShmSender(
+        self._sender: ShmSender | None = ShmSender(
             own, form.size, paged=met.paged, quota=quota, wait=self._wait_for_room, ended=self._has_ended
         )
         self._gpu_sender = None if copier is None else GpuShmSender(self.sender, copier)
@@ -70,6 +70,17 @@ class ShmCarrier:
         self.joined = Joined(self.peers, met.apart)
         """The ranks that share memory with this one, and those of this host that do not."""
         self._inboxes = {rank: ShmReceiver(met.memories[rank], rank, form.rank, self._watch) for rank in self.peers}
+
+    @property
+    def sender(self) -> ShmSender:
+        """What this rank sends with.
+
+        Raises:
+            RankLost: The group has been left.
+        """
+        if self._sender is None:
+            raise RankLost("the group has been left")
+        return self._sender
 
     def send(self, tensor: Tensor, peer: int, channel: int, within: RowRange | None = None) -> int:
         """Send a copy of a tensor to a rank; return the time at which it is available, in monotonic nanoseconds.
@@ -105,14 +116,11 @@ class ShmCarrier:
         kept: bool = False,
     ) -> Posted:
         """Send a copy of tensors, concatenated, to some ranks, which read one block."""
-        if self._left:
-            raise RankLost("the group has been left")
         check_dimensions(spec)
         sender = self.sender
         block = sender.write(tensors, spec.size_bytes)
         block.readers += 1  # this rank
-        part = sender.memory.bytes[block.offset : block.offset + spec.size_bytes].view(DTYPES[spec.dtype])
-        posted = Posted(part, 0, functools.partial(sender.drop, block))
+        posted = Posted(sender.memory.elements(spec, block.offset), 0, functools.partial(sender.drop, block))
         for peer in peers:
             sender.post(peer, channel, block, spec, code=code)
         posted.at_ns = time.monotonic_ns()
@@ -133,13 +141,14 @@ class ShmCarrier:
 
     def close(self) -> None:
         """Leave the group and release its memory. Idempotent."""
-        if self._left:
+        if self._sender is None:
             return
-        self._left = True
         if self._gpu_sender is not None:
             with self._progress.wait():
                 self._gpu_sender.close()
-        self.sender.leave()
+            self._gpu_sender = None
+        self._sender.leave()
+        self._sender = None  # the quota holds it until its memory is not read any more
         self._begun.clear()
         for inbox in self._inboxes.values():
             inbox.close()

@@ -159,13 +159,9 @@ class ShmReceiver:
 
     def part(self, message: ShmMessage) -> Tensor:
         """Return the elements of a message, flat, in the writer's memory; valid until it is returned."""
-        spec, dtype = message.spec, DTYPES[message.spec.dtype]
         if message.offset < 0:
-            raise WireError(f"rank {self.writer} does not compute: its {spec} has no elements")
-        count = prod(spec.shape)
-        if not count:
-            return torch.empty(0, dtype=dtype)
-        return torch.frombuffer(self._open().map, dtype=dtype, count=count, offset=message.offset)
+            raise WireError(f"rank {self.writer} does not compute: its {message.spec} has no elements")
+        return self._open().elements(message.spec, message.offset)
 
     def copy(self, message: ShmMessage) -> Tensor:
         """Return a tensor with the elements of a message."""
@@ -333,9 +329,9 @@ class PendingReceive:
         Raises:
             RankLost: It will not arrive.
         """
-        if self._message is None:
-            self._message = self._inbox.wait(self._channel, self._order)
-        message = self._message
+        message = self.find()
+        if message is None:
+            message = self._message = self._inbox.wait(self._channel, self._order)
         return Call(message.code, message.spec, message.at_ns)
 
     def place(self) -> tuple[SharedMemory, int, TensorSpec]:

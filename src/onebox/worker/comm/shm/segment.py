@@ -13,13 +13,16 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
+import math
 import mmap
 import os
 import platform
 import weakref
 
 import torch
+from torch import Tensor
 
+from onebox.wire import DTYPES, TensorSpec
 from onebox.worker.comm.api import RankLost
 
 SPAN_BYTES = 1 << 36
@@ -108,6 +111,13 @@ class SharedMemory:
         """Descriptor for mapping it in other processes, until it is sealed."""
         assert self._descriptor is not None
         return self._descriptor
+
+    def elements(self, spec: TensorSpec, offset: int) -> Tensor:
+        """Return the elements of a tensor that lies at an offset, flat."""
+        count, dtype = math.prod(spec.shape), DTYPES[spec.dtype]
+        if not count:
+            return torch.empty(0, dtype=dtype)
+        return torch.frombuffer(self.map, dtype=dtype, count=count, offset=offset)
 
     @property
     def inode(self) -> int:

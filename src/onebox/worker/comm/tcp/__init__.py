@@ -1,2 +1,2 @@
-"""Groups of the workers of several hosts, over TCP with TLS or without: connections, byte streams, messages filed by
-channel, and the group."""
+"""Messages between workers over TCP, with TLS or without: connections, byte streams, messages filed by channel, and the
+carrier of a group."""

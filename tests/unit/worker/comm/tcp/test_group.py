@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -19,14 +19,12 @@ from onebox.wire.protocol.groups import FormGroup
 from onebox.worker.comm import group as group_module
 from onebox.worker.comm.api import RankLost, WorkerGroup
 from onebox.worker.comm.group import SHARED_BYTES, CarriedGroup
-from onebox.worker.comm.manager import form_group
 from onebox.worker.comm.tcp import carrier as tcp_carrier
 from onebox.worker.comm.tcp.carrier import TcpCarrier
 from onebox.worker.comm.tcp.messages import WINDOW_BYTES, Header
 from onebox.worker.progress import WorkerProgress
 from tests.kit.waiting import until
 from tests.unit.programs import HOST
-from tests.unit.ranks import Hub
 from tests.unit.worker.comm.tcp.meshes import HERE, WITHIN_S, Ends, Store, announced, closing, connect_mesh
 
 FLOAT = TensorSpec("float32", (4,))
@@ -59,51 +57,6 @@ def run(
 
     with ThreadPoolExecutor(size) as threads:
         return [future.result(60) for future in [threads.submit(one, number) for number in range(size)]]
-
-
-def parts_of(size: int, count: int, dtype: torch.dtype) -> list[Tensor]:
-    """Return the tensors of all ranks: their sums depend on the order."""
-    generator = torch.Generator().manual_seed(count)
-    return [(torch.randn(count, generator=generator) * 10.0**rank).to(dtype) for rank in range(size)]
-
-
-def in_order(parts: Sequence[Tensor]) -> Tensor:
-    """Return their sum, added up one after the other."""
-    total = parts[0].clone()
-    for part in parts[1:]:
-        total = total + part
-    return total
-
-
-COUNTS = [1, 1001, SHARED_BYTES // 4 - 1, SHARED_BYTES // 4 + 3]
-
-SPLITS = ["aaaa", "aaab", "abab", "abba", "aabc", "abca", "abcd", "ab", "aab", "aba", "abc", "aabbccddee"]
-"""Hosts of the ranks of a group."""
-
-
-@pytest.mark.parametrize("hosts", SPLITS)
-def test_sums_have_the_same_bits_however_ranks_are_divided_among_hosts(hosts: str) -> None:
-    hub, size = Hub(), len(hosts)
-    kinds = [torch.float32, torch.bfloat16]
-    parts = {(count, kind): parts_of(size, count, kind) for count in COUNTS for kind in kinds}
-    done = threading.Barrier(size)
-
-    def one(number: int) -> list[Tensor]:
-        form = FormGroup(3, number, size, "tls", HERE, 20.0, True)
-        key = hosts[number].encode() * 32
-        group = form_group(form, hub.channel(number), HOST, WorkerProgress(), sharing_key=key)
-        try:
-            begun = [group.reduce([each[number]]) for each in parts.values()]
-            found = [finish().tensor.clone() for finish in reversed(begun)][::-1]
-            done.wait(WITHIN_S)
-            return found
-        finally:
-            group.close()
-
-    with ThreadPoolExecutor(size) as threads:
-        sums = list(threads.map(one, range(size)))
-    for found in sums:
-        assert all(map(torch.equal, found, map(in_order, parts.values())))
 
 
 def test_a_sum_goes_on_whatever_ranks_do_before_they_wait_for_it() -> None:
