@@ -473,16 +473,22 @@ class _Acceptor:
     def connected(self, rank: int) -> None:
         """Note that this worker is connected to a rank, so that the client need not do that."""
         self._unconnected.discard(rank)
-        os.eventfd_write(self._wake, 1)
+        self._ring()
 
     def close(self) -> None:
         """Stop, and close what has not been handed over. Idempotent."""
-        if self._wake >= 0:
-            self._closed = True
-            os.eventfd_write(self._wake, 1)
-            self._thread.join()
-            os.close(self._wake)
-            self._wake = -1
+        self._closed = True
+        self._ring()
+        self._thread.join()
+        with self._lock:
+            if self._wake >= 0:
+                os.close(self._wake)
+                self._wake = -1
+
+    def _ring(self) -> None:
+        with self._lock:
+            if self._wake >= 0:  # else it has been closed meanwhile
+                os.eventfd_write(self._wake, 1)
 
     def _run(self) -> None:
         use_all_cores()
