@@ -89,7 +89,8 @@ def decode_listener(rank: int, value: bytes, *, encrypted: bool) -> GroupListene
             raise ValueError
         return found
     except ValueError:
-        raise WireError(f"rank {rank} of a group does not say where it listens: {value[:80]!r}") from None
+        said = b" ".join(value[:MOST_BYTES].split(b" ")[:2])[:60]  # without the secret
+        raise WireError(f"rank {rank} of a group does not say where it listens: {said!r}") from None
 
 
 class Greeting(NamedTuple):
