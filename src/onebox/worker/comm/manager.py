@@ -24,7 +24,7 @@ from onebox.worker.comm.nccl import REACH, NcclGroup
 from onebox.worker.comm.reachability import require_reachable
 from onebox.worker.comm.shm.carrier import ShmCarrier
 from onebox.worker.comm.shm.gpu_sender import shm_copier_for
-from onebox.worker.comm.shm.rendezvous import find_shm_peers
+from onebox.worker.comm.shm.rendezvous import find_shm_peers, share_no_memory
 from onebox.worker.comm.shm.segment import supported
 from onebox.worker.comm.tcp.carrier import TcpCarrier
 from onebox.worker.comm.tcp.mesh import GroupNetwork
@@ -298,7 +298,9 @@ def form_group(
         """Join through memory where it is shared, and over TCP where not."""
         carriers: list[Carrier] = []
         joined, whole = Joined(), False
-        if form.shared and supported():
+        if form.shared and not supported():
+            share_no_memory(form, store)
+        elif form.shared:
             copier = shm_copier_for(accelerator)
             met = find_shm_peers(form, store, paged=copier is not None, sharing_key=sharing_key)
             whole = met.whole

@@ -15,6 +15,7 @@ from torch import Tensor
 from onebox.errors import WireError
 from onebox.wire import spec_of
 from onebox.wire.protocol.groups import FormGroup
+from onebox.worker.comm import manager
 from onebox.worker.comm.api import RankLost, WorkerGroup
 from onebox.worker.comm.group import SHARED_BYTES
 from onebox.worker.comm.manager import form_group
@@ -97,6 +98,18 @@ def test_sums_have_the_same_bits_however_ranks_are_divided_among_hosts(hosts: st
             assert isinstance(collected, int) or torch.equal(collected().tensor, sums[1])
 
     run(hosts, rank)
+
+
+def test_a_rank_whose_processor_shares_no_memory_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of an aarch64 host beside two ranks of one of x86-64."""
+    asked = iter([False, True, True])
+    monkeypatch.setattr(manager, "supported", lambda: next(asked))
+
+    def rank(group: WorkerGroup) -> tuple[int, float]:
+        total = group.reduce([torch.full((4,), 10.0**group.rank)])().tensor
+        return len(group.joined.near), float(total[0])
+
+    assert sorted(run("aaa", rank)) == [(0, 111.0), (2, 111.0), (2, 111.0)]
 
 
 def test_sums_go_on_beside_tensors_by_the_same_carriers() -> None:

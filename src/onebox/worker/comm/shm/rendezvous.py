@@ -164,6 +164,11 @@ def find_shm_peers(form: FormGroup, keys: KeyValueStore, *, paged: bool = False,
     )
 
 
+def share_no_memory(form: FormGroup, keys: KeyValueStore) -> None:
+    """Tell the other ranks of a group, which may share memory, that this one does not."""
+    keys.set(f"memory/{form.rank}", "")
+
+
 def _exchange(
     form: FormGroup, keys: KeyValueStore, own: SharedMemory, paged: bool, sharing_key: bytes
 ) -> tuple[dict[int, _Card], dict[int, int]]:
@@ -173,7 +178,8 @@ def _exchange(
         card = _Card(shm_domain(), int(paged), os.getpid(), len(own.map), own.inode, post.name)
         keys.set(f"memory/{form.rank}", str(card.signed(sharing_key, form.group, form.rank)))
         others = [rank for rank in range(form.size) if rank != form.rank]
-        cards = dict(zip(others, map(_Card.of, keys.multi_get([f"memory/{rank}" for rank in others])), strict=True))
+        told = zip(others, keys.multi_get([f"memory/{rank}" for rank in others]), strict=True)
+        cards = {rank: _Card.of(text) for rank, text in told if text}
         near = {
             rank: other
             for rank, other in cards.items()
