@@ -392,7 +392,7 @@ def late(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[LateDevice, Client]]
     client = Client()
     try:
         assert isinstance(client.receive()[0], Hello)
-        client.ask(put(), FormGroup(3, 0, 2, "gloo", "127.0.0.1", 5.0), frames=[FRAME])
+        client.ask(put(), FormGroup(3, 0, 2, "tcp", "127.0.0.1", 5.0), frames=[FRAME])
         yield device, client
     finally:
         device.finish()
