@@ -24,7 +24,7 @@ from onebox.wire.protocol.responses import GroupTraffic
 from onebox.worker.comm.tcp.carrier import CLOSE_S
 from onebox.worker.comm.tcp.mesh import MOST_CONNECTIONS
 from onebox.worker.comm.tcp.meter import LinkMeters
-from onebox.worker.comm.tcp.stream import StreamReader, StreamWriter
+from onebox.worker.comm.tcp.stream import ConnectionReader, ConnectionWriter
 from tests.kit.reference import assert_same
 from tests.net.fleet import GRACE_S, MACHINES, Fleet
 from tests.net.hosts import Network
@@ -146,11 +146,11 @@ def passed_on(network: Network, size_bytes: int) -> Passed:
         with closing(*links):
             assert [len(way) for mesh in links for link in mesh.values() for way in link] == 4 * [MOST_CONNECTIONS]
             outgoing, meters, found = links[1][0].outgoing, LinkMeters(), memoryview(bytearray(size_bytes))
-            writer = StreamWriter(outgoing, meters.add(outgoing, 0, 0))
+            writer = ConnectionWriter(outgoing, meters.add(outgoing, 0, 0))
             meters.take()
             begin_s = time.monotonic()
             writing = threads.submit(writer.write, b"", memoryview(sent))
-            assert StreamReader(links[0][1].incoming).read_into(found)
+            assert ConnectionReader(links[0][1].incoming).read_into(found)
             writing.result(WITHIN_S)
             lasted_s = time.monotonic() - begin_s
             (carried,) = meters.take()

@@ -51,7 +51,7 @@ class Expected(Protocol):
 
 
 class Posted:
-    """What was posted to several ranks, which this one reads, too, until it is given back or dropped.
+    """A message that was posted to several ranks, which this one reads, too, until it is given back or dropped.
 
     Args:
         part: The elements, flat; not to be overwritten.

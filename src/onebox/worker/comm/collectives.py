@@ -1,4 +1,4 @@
-"""What collectives are, whatever carries them: what each rank came for, which others compare, and the results. Pure.
+"""Collectives, whatever carries them: what each rank came for, which others compare, and the results. Pure.
 
 A sum is added up in the order of the ranks, so that its bits are the same on all of them, and for any number of hosts
 among which they are divided.
@@ -21,7 +21,7 @@ _PURPOSES = get_args(Purpose)
 
 
 class Call(NamedTuple):
-    """What a message says beside its elements: for a collective, what a rank came for.
+    """The part of a message beside its elements: for a collective, what a rank came for.
 
     Args:
         code: Purpose code.

@@ -16,11 +16,11 @@ from onebox.worker.accelerator import Accelerator
 from onebox.worker.comm.api import MembershipStore, RankLost, RowRange
 from onebox.worker.comm.carrier import FEW_RANKS, Posted
 from onebox.worker.comm.collectives import Call
-from onebox.worker.comm.tcp.connection import Connection
-from onebox.worker.comm.tcp.link import Expected, Link
+from onebox.worker.comm.tcp.connection import TcpConnection
+from onebox.worker.comm.tcp.link import Expected, PeerLink
 from onebox.worker.comm.tcp.mesh import GroupNetwork, Mesh, RelayTo
-from onebox.worker.comm.tcp.messages import Header, Message
-from onebox.worker.comm.tcp.stream import StreamWriter
+from onebox.worker.comm.tcp.messages import MessageHeader, ReceivedMessage
+from onebox.worker.comm.tcp.stream import ConnectionWriter
 from onebox.worker.progress import WorkerProgress
 
 CLOSE_S = 5.0
@@ -74,7 +74,7 @@ class TcpCarrier:
         self._network = network or GroupNetwork()
         self._left = self._given_up = False
         self.peers = tuple(rank for rank in range(form.size) if rank != form.rank and rank not in near)
-        self._links = {rank: Link(rank, functools.partial(self._connect, rank)) for rank in self.peers}
+        self._links = {rank: PeerLink(rank, functools.partial(self._connect, rank)) for rank in self.peers}
         self._mesh = Mesh(
             form.rank,
             form.size,
@@ -105,7 +105,7 @@ class TcpCarrier:
         shared = dense.data_ptr() == tensor.data_ptr()
         for piece in dense.reshape(-1).view(torch.uint8).split(PIECE_BYTES):
             own = piece.clone() if shared else piece
-            self._links[peer].post(Header(channel, 0, start, own.nbytes, whole), _bytes_of(own), own)
+            self._links[peer].post(MessageHeader(channel, 0, start, own.nbytes, whole), _bytes_of(own), own)
             start += own.nbytes
         return time.monotonic_ns()
 
@@ -121,7 +121,7 @@ class TcpCarrier:
     ) -> Posted:
         """Begin to send tensors, concatenated, to some ranks."""
         flat = tensors[0].reshape(-1) if kept else torch.cat([tensor.reshape(-1) for tensor in tensors])
-        header, data = Header(channel, code, 0, flat.nbytes, spec), _bytes_of(flat)
+        header, data = MessageHeader(channel, code, 0, flat.nbytes, spec), _bytes_of(flat)
         for peer in peers:
             self._links[peer].post(header, data, flat)
         return Posted(flat, time.monotonic_ns())
@@ -181,7 +181,7 @@ class TcpCarrier:
 
     # ---- connections
 
-    def _came(self, rank: int, connections: tuple[Connection, ...]) -> None:
+    def _came(self, rank: int, connections: tuple[TcpConnection, ...]) -> None:
         link = self._links.get(rank)
         if link is not None:
             link.came(connections)
@@ -189,9 +189,9 @@ class TcpCarrier:
         for each in connections:  # of one that is reached otherwise
             each.close()
 
-    def _connect(self, rank: int) -> StreamWriter:
+    def _connect(self, rank: int) -> ConnectionWriter:
         connections = self._mesh.connect(rank)
-        return StreamWriter(connections, self._network.meters.add(connections, self._form.group, rank))
+        return ConnectionWriter(connections, self._network.meters.add(connections, self._form.group, rank))
 
     def _connect_all(self, store: MembershipStore) -> None:
         """Connect to all peers, and wait for all; all ranks of the group learn of the first failure.
@@ -236,7 +236,7 @@ class TcpReceive:
         self._within_s = within_s
         self._mesh = mesh
         self._accelerator = accelerator
-        self._message: Message | None = None
+        self._message: ReceivedMessage | None = None
 
     def wait(self, *, aside: bool = False) -> Call:
         """Wait for it, in any thread.

@@ -17,7 +17,7 @@ _KEEP_ALIVE = {socket.TCP_KEEPIDLE: 30, socket.TCP_KEEPINTVL: 10, socket.TCP_KEE
 """Seconds until the first probe of an idle connection, and between two, and the number of probes without answer."""
 
 
-class Connection:
+class TcpConnection:
     """A connection; one thread at a time uses it, but for :meth:`shut`.
 
     Args:

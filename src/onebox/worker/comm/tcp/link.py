@@ -1,5 +1,4 @@
-"""What goes between this worker and one other: a thread that sends and one that receives, each with connections of its
-own."""
+"""The connections between this worker and one other: a thread that sends and one that receives, each with its own."""
 
 from __future__ import annotations
 
@@ -12,9 +11,18 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from onebox.worker.comm.api import RankLost
-from onebox.worker.comm.tcp.connection import Connection
-from onebox.worker.comm.tcp.messages import HEAD_BYTES, Header, Inbox, Message, PeerFault, Window, decode, rest_bytes
-from onebox.worker.comm.tcp.stream import StreamReader, StreamWriter
+from onebox.worker.comm.tcp.connection import TcpConnection
+from onebox.worker.comm.tcp.messages import (
+    HEAD_BYTES,
+    Inbox,
+    MessageHeader,
+    PeerFault,
+    ReceivedMessage,
+    Window,
+    decode,
+    rest_bytes,
+)
+from onebox.worker.comm.tcp.stream import ConnectionReader, ConnectionWriter
 from onebox.worker.system.cpu_affinity import use_all_cores
 
 _AT_ONCE_BYTES = 1 << 14
@@ -31,7 +39,7 @@ _starting = threading.Lock()
 _NOTHING = memoryview(b"")
 
 
-class Link:
+class PeerLink:
     """The link to one other rank of a group.
 
     Args:
@@ -39,16 +47,16 @@ class Link:
         connect: Makes the connections to it, or raises an error; called in a thread of the link.
     """
 
-    def __init__(self, peer: int, connect: Callable[[], StreamWriter]) -> None:
+    def __init__(self, peer: int, connect: Callable[[], ConnectionWriter]) -> None:
         self.peer = peer
         self.inbox = Inbox()
         self._connect = connect
-        self._writer: StreamWriter | None = None
-        self._incoming: Sequence[Connection] = ()
+        self._writer: ConnectionWriter | None = None
+        self._incoming: Sequence[TcpConnection] = ()
         self._sender: threading.Thread | None = None
         self._receiver: threading.Thread | None = None
         self._changed = threading.Condition()  # its lock guards what follows
-        self._waiting: dict[int, deque[tuple[Header, memoryview, Tensor | None]]] = defaultdict(deque)
+        self._waiting: dict[int, deque[tuple[MessageHeader, memoryview, Tensor | None]]] = defaultdict(deque)
         self._turn: deque[int] = deque()  # channels with messages, each once
         self._leaves: dict[int, int] = {}  # bytes that the peer may send, by channel
         self._window = Window()
@@ -79,7 +87,7 @@ class Link:
             if not self._failure:
                 self._wake()
 
-    def came(self, connections: Sequence[Connection]) -> None:
+    def came(self, connections: Sequence[TcpConnection]) -> None:
         """Take the connections from the peer."""
         with self._changed:
             if self._failure or self._incoming:
@@ -89,7 +97,7 @@ class Link:
             self._incoming = tuple(connections)
             self._receiver = _start(self._receive, f"onebox-from-{self.peer}")
 
-    def post(self, header: Header, body: memoryview, tensor: Tensor | None = None) -> None:
+    def post(self, header: MessageHeader, body: memoryview, tensor: Tensor | None = None) -> None:
         """Send a message without waiting.
 
         Args:
@@ -130,7 +138,7 @@ class Link:
             if self._turn or self._leaves or self._left:
                 self._changed.notify_all()
 
-    def _queue(self, header: Header, body: memoryview, tensor: Tensor | None) -> None:
+    def _queue(self, header: MessageHeader, body: memoryview, tensor: Tensor | None) -> None:
         waiting = self._waiting[header.channel]
         if not waiting:
             self._turn.append(header.channel)
@@ -206,7 +214,7 @@ class Link:
         except OSError as error:
             self._fail_sending(self._ended(error))
 
-    def _next(self) -> tuple[Header, memoryview, Tensor | None] | None:
+    def _next(self) -> tuple[MessageHeader, memoryview, Tensor | None] | None:
         """Wait for the next message that may be sent, of the channels in turn; return ``None`` at the end."""
         with self._changed:
             while not self._failure:
@@ -220,10 +228,10 @@ class Link:
                 self._changed.wait()
             return None
 
-    def _choose(self) -> tuple[Header, memoryview, Tensor | None] | None:
+    def _choose(self) -> tuple[MessageHeader, memoryview, Tensor | None] | None:
         if self._leaves:
             channel, size_bytes = self._leaves.popitem()
-            return Header(channel, 0, 0, size_bytes, None), _NOTHING, None
+            return MessageHeader(channel, 0, 0, size_bytes, None), _NOTHING, None
         for _ in range(len(self._turn)):
             channel = self._turn.popleft()
             waiting = self._waiting[channel]
@@ -242,7 +250,7 @@ class Link:
 
     def _receive(self) -> None:
         use_all_cores()
-        reader = StreamReader(self._incoming)
+        reader = ConnectionReader(self._incoming)
         head, inbox = memoryview(bytearray(HEAD_BYTES)), self.inbox
         try:
             while reader.read_into(head):
@@ -309,13 +317,13 @@ class Expected:
 
     __slots__ = ("_channel", "_done", "_link", "_order")
 
-    def __init__(self, link: Link, channel: int, order: int) -> None:
+    def __init__(self, link: PeerLink, channel: int, order: int) -> None:
         self._link = link
         self._channel = channel
         self._order = order
         self._done = False
 
-    def wait(self, within_s: float, attend: Attend) -> Message:
+    def wait(self, within_s: float, attend: Attend) -> ReceivedMessage:
         """Wait for it.
 
         Args:

@@ -44,7 +44,7 @@ from onebox.wire.group_listener import (
 )
 from onebox.worker.comm.api import MembershipStore, RankLost
 from onebox.worker.comm.certificate import Certificate, new_certificate
-from onebox.worker.comm.tcp.connection import Connection
+from onebox.worker.comm.tcp.connection import TcpConnection
 from onebox.worker.comm.tcp.meter import LinkMeters, round_trip_s
 from onebox.worker.system.cpu_affinity import use_all_cores
 
@@ -116,7 +116,7 @@ class GroupNetwork:
     meters: LinkMeters = field(default_factory=LinkMeters)
 
 
-Came = Callable[[int, tuple[Connection, ...]], None]
+Came = Callable[[int, tuple[TcpConnection, ...]], None]
 """Called with a rank and its connections to this one, in a thread of the mesh."""
 
 
@@ -186,7 +186,7 @@ class Mesh:
         self._peers = peers
         self._acceptor = _Acceptor(rank, listener, serving, peers, secret, came, relay is not None)
 
-    def connect(self, rank: int, within_s: float = CONNECT_S) -> tuple[Connection, ...]:
+    def connect(self, rank: int, within_s: float = CONNECT_S) -> tuple[TcpConnection, ...]:
         """Connect to a rank, in any thread; meanwhile another one attends.
 
         Raises:
@@ -268,12 +268,12 @@ class Mesh:
 
     def _attempt(
         self, rank: int, within_s: float, most: int, why: str
-    ) -> tuple[tuple[Connection, ...], bool, str, int]:
+    ) -> tuple[tuple[TcpConnection, ...], bool, str, int]:
         """Connect directly, once; return the connections, whether the host was reached, the last obstacle, and the most
         connections that the peer's host seems to take."""
         peer, reached, count = self._peers[rank], False, 1
         where = f"{peer.host}, port {peer.port},"
-        made: list[Connection] = []
+        made: list[TcpConnection] = []
         try:
             while len(made) < count:
                 raw = socket.create_connection((peer.host, peer.port), within_s)
@@ -288,7 +288,7 @@ class Mesh:
             return (), reached, error.strerror or str(error), 1 if made else most  # some hosts limit those of one other
         return tuple(made), reached, why, most
 
-    def _begin(self, raw: socket.socket, rank: int, where: str, place: int = 0, count: int = 1) -> Connection:
+    def _begin(self, raw: socket.socket, rank: int, where: str, place: int = 0, count: int = 1) -> TcpConnection:
         """Begin with a peer, and wait until it has accepted.
 
         Raises:
@@ -297,7 +297,7 @@ class Mesh:
         """
         peer = self._peers[rank]
         try:
-            connection = Connection(raw, self._connecting, serving=False)
+            connection = TcpConnection(raw, self._connecting, serving=False)
             try:
                 connection.shake_hands()
             except ssl.SSLCertVerificationError as error:
@@ -338,7 +338,7 @@ PLAIN_REMEDY = (
 """What helps where hosts do not reach each other without encryption."""
 
 
-def _read(connection: Connection, count: int) -> bytes:
+def _read(connection: TcpConnection, count: int) -> bytes:
     """Return so many bytes, or fewer at the end."""
     data = memoryview(bytearray(count))
     done = 0
@@ -397,7 +397,7 @@ def _connections_over(trip_s: float, most: int) -> int:
     return min(most, max(1, math.ceil(trip_s * _FULL_BPS / WINDOW_BYTES)))
 
 
-def _close(connections: Iterable[Connection]) -> None:
+def _close(connections: Iterable[TcpConnection]) -> None:
     for each in connections:
         each.close()
 
@@ -415,7 +415,7 @@ class _Pending:
         self.end_s = end_s
         self.received = b""
         """The part of a client's greeting, or of a peer's call, that has come."""
-        self.connection: Connection | None = None
+        self.connection: TcpConnection | None = None
         """The same connection, once a peer has begun."""
         self.met = False
         """Set once TLS is complete."""
@@ -445,7 +445,7 @@ class _Acceptor:
         self._secret = secret
         self._came = came
         self._certificates = {each: peer.certificate for each, peer in peers.items()}
-        self._found: dict[int, list[Connection]] = {rank: [] for rank in peers}
+        self._found: dict[int, list[TcpConnection]] = {rank: [] for rank in peers}
         self._unconnected = set(self._found) if relayed else set()
         """Ranks to which the client may have to connect this worker."""
         self._counts = dict.fromkeys(self._found, 1)  # of the connections that each peer makes
@@ -561,7 +561,7 @@ class _Acceptor:
                 self._hand_over(pending, greeting.peer)
                 return
             pending.received = b""
-        pending.connection = Connection(raw, self._context, serving=True)
+        pending.connection = TcpConnection(raw, self._context, serving=True)
 
     def _hand_over(self, pending: _Pending, rank: int) -> None:
         """Give a connection to the thread that has asked for it.
@@ -577,7 +577,7 @@ class _Acceptor:
         if earlier is not None:
             earlier.close()
 
-    def _meet(self, pending: _Pending, connection: Connection) -> None:
+    def _meet(self, pending: _Pending, connection: TcpConnection) -> None:
         """Go on with a peer: its TLS, its call, and its word that it has heard the answer.
 
         Raises:

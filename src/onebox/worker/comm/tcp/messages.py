@@ -47,7 +47,7 @@ class PeerFault(Exception):
     """A peer has sent what no worker sends."""
 
 
-class Header(NamedTuple):
+class MessageHeader(NamedTuple):
     """A header.
 
     Args:
@@ -68,7 +68,7 @@ class Header(NamedTuple):
         """Return its bytes.
 
         Example:
-            >>> header = Header(3, 7, 0, 24, TensorSpec("float32", (2, 3)))
+            >>> header = MessageHeader(3, 7, 0, 24, TensorSpec("float32", (2, 3)))
             >>> data = header.encode()
             >>> size_bytes = rest_bytes(data[:HEAD_BYTES])
             >>> decode(data[:HEAD_BYTES], data[HEAD_BYTES:]) == header, size_bytes
@@ -92,7 +92,7 @@ def rest_bytes(head: bytes | memoryview) -> int:
     return _SIZE_BYTES * int(dimensions)
 
 
-def decode(head: bytes | memoryview, rest: bytes | memoryview) -> Header:
+def decode(head: bytes | memoryview, rest: bytes | memoryview) -> MessageHeader:
     """Return a header from its two parts, of which nothing leads out of the whole tensor.
 
     Raises:
@@ -102,17 +102,17 @@ def decode(head: bytes | memoryview, rest: bytes | memoryview) -> Header:
     if not kind:
         if size_bytes < 0:
             raise PeerFault("leave to send fewer bytes than none")
-        return Header(channel, code, start, size_bytes, None)
+        return MessageHeader(channel, code, start, size_bytes, None)
     shape = struct.unpack(f"<{len(rest) // _SIZE_BYTES}q", rest)
     if min(shape, default=0) < 0 or prod(max(size, 1) for size in shape) > _MOST_ELEMENTS:
         raise PeerFault(f"a tensor of shape {shape}")
     spec = TensorSpec(_NAMES[dtype], shape)
     if start < 0 or size_bytes < 0 or start + size_bytes > spec.size_bytes:
         raise PeerFault(f"bytes {start} to {start + size_bytes} of {spec}")
-    return Header(channel, code, start, size_bytes, spec)
+    return MessageHeader(channel, code, start, size_bytes, spec)
 
 
-class Message(NamedTuple):
+class ReceivedMessage(NamedTuple):
     """A tensor that has come.
 
     Args:
@@ -134,9 +134,9 @@ class _Channel:
     def __init__(self) -> None:
         self.asked = 0
         self.came = 0
-        self.messages: dict[int, Message] = {}
+        self.messages: dict[int, ReceivedMessage] = {}
         self.forgotten: set[int] = set()
-        self.part: tuple[Message, int] | None = None  # one that has come as far as a byte
+        self.part: tuple[ReceivedMessage, int] | None = None  # one that has come as far as a byte
         self.counted_bytes = 0  # of these, those that count as read
         self.read_bytes = 0  # asked for, without leave to send as many more
 
@@ -178,7 +178,7 @@ class Inbox:
                 found.read_bytes += message.tensor.nbytes
             return found.asked, self._leave(found)
 
-    def place(self, header: Header) -> memoryview:
+    def place(self, header: MessageHeader) -> memoryview:
         """Return where the bytes of a message belong.
 
         Raises:
@@ -197,13 +197,13 @@ class Inbox:
                 if self._unasked >= MOST_MESSAGES or len(self._channels) > MOST_MESSAGES:
                     raise PeerFault(f"more than {MOST_MESSAGES} messages that nobody has asked for")
                 data = torch.empty(spec.size_bytes, dtype=torch.uint8)
-                found.part = Message(header.code, spec, data), 0
+                found.part = ReceivedMessage(header.code, spec, data), 0
             message, came_bytes = found.part
         if (message.spec, message.code, came_bytes) != (spec, header.code, header.start):
             raise PeerFault(f"a part of {spec} from byte {header.start} on, where byte {came_bytes} is due")
         return message.tensor.numpy().data[came_bytes : came_bytes + header.size_bytes]
 
-    def filed(self, header: Header) -> int:
+    def filed(self, header: MessageHeader) -> int:
         """File a message, or a part of one, whose bytes have come; return the bytes for which the sender is to get
         leave."""
         with self.changed:
@@ -230,7 +230,7 @@ class Inbox:
             self._tidy(header.channel, found)
             return leave
 
-    def take(self, channel: int, order: int) -> Message | None:
+    def take(self, channel: int, order: int) -> ReceivedMessage | None:
         """Remove and return a message that was asked for; ``None`` if it has not come. With the lock."""
         found = self._channels[channel]
         message = found.messages.pop(order, None)

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from onebox.wire.protocol.responses import GroupTraffic
-from onebox.worker.comm.tcp.connection import Connection
+from onebox.worker.comm.tcp.connection import TcpConnection
 
 _INFO = struct.Struct("=24xI40xI48xQ16xII16xQQQ")
 """Of ``linux/tcp.h``: unacked, rtt, bytes_acked, notsent_bytes, min_rtt, busy_time, rwnd_limited, sndbuf_limited."""
@@ -115,7 +115,7 @@ class LinkMeter:
         peer: The rank at their other end.
     """
 
-    def __init__(self, connections: Sequence[Connection], group: int, peer: int) -> None:
+    def __init__(self, connections: Sequence[TcpConnection], group: int, peer: int) -> None:
         self._group, self._peer = group, peer
         self._connections = connections
         self._used = UsedConnections(len(connections))
@@ -195,7 +195,7 @@ class LinkMeters:
         self._meters: list[LinkMeter] = []
         self._lock = threading.Lock()
 
-    def add(self, connections: Sequence[Connection], group: int, peer: int) -> LinkMeter:
+    def add(self, connections: Sequence[TcpConnection], group: int, peer: int) -> LinkMeter:
         """Return the meter of new connections to a rank of a group."""
         meter = LinkMeter(connections, group, peer)
         with self._lock:

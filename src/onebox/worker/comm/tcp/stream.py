@@ -10,7 +10,7 @@ import select
 import struct
 from collections.abc import Sequence
 
-from onebox.worker.comm.tcp.connection import Connection
+from onebox.worker.comm.tcp.connection import TcpConnection
 from onebox.worker.comm.tcp.meter import LinkMeter
 
 CHUNK_BYTES = 1 << 20
@@ -28,7 +28,7 @@ _HEAD = struct.Struct("<II")
 _NUMBERS = 1 << 32
 
 
-class StreamWriter:
+class ConnectionWriter:
     """The writing end.
 
     Args:
@@ -36,7 +36,7 @@ class StreamWriter:
         meter: Sends by way of them.
     """
 
-    def __init__(self, connections: Sequence[Connection], meter: LinkMeter) -> None:
+    def __init__(self, connections: Sequence[TcpConnection], meter: LinkMeter) -> None:
         self.connections = connections
         self.meter = meter
         self._number = 0
@@ -62,7 +62,7 @@ class StreamWriter:
 class _Source:
     """The reading end of a connection."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: TcpConnection) -> None:
         self.connection = connection
         self.left = 0
         """Bytes of its chunk that have not been read."""
@@ -103,14 +103,14 @@ class _Source:
         return int(number)
 
 
-class StreamReader:
+class ConnectionReader:
     """The reading end.
 
     Args:
         connections: Its connections; of several, none blocks any more.
     """
 
-    def __init__(self, connections: Sequence[Connection]) -> None:
+    def __init__(self, connections: Sequence[TcpConnection]) -> None:
         self._waiting = [_Source(each) for each in connections]
         """Those whose next chunk has not begun to come."""
         self._begun: dict[int, _Source] = {}  # the others, by the number of their chunk

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from onebox.worker.comm.api import RankLost
 from onebox.worker.comm.certificate import Certificate, new_certificate
-from onebox.worker.comm.tcp.connection import Connection
+from onebox.worker.comm.tcp.connection import TcpConnection
 from onebox.worker.comm.tcp.mesh import CONNECT_S, Mesh
 from tests.kit.waiting import until
 from tests.unit.ranks import Keys
@@ -39,8 +39,8 @@ class Store(Keys):
 class Ends(NamedTuple):
     """The connections with one peer: those to write to it, and those to read from it."""
 
-    outgoing: tuple[Connection, ...]
-    incoming: tuple[Connection, ...]
+    outgoing: tuple[TcpConnection, ...]
+    incoming: tuple[TcpConnection, ...]
 
     def close(self) -> None:
         """Close all."""
@@ -52,7 +52,7 @@ def connect_mesh(
     rank: int, size: int, address: str, store: Store, *, connect_s: float = CONNECT_S, **options: Any
 ) -> dict[int, Ends]:
     """Connect to all other ranks, and wait for them; nothing listens any more then."""
-    incoming: dict[int, tuple[Connection, ...]] = {}
+    incoming: dict[int, tuple[TcpConnection, ...]] = {}
     mesh = Mesh(rank, size, address, store, came=incoming.__setitem__, **{"encrypted": True, **options})
     others = [other for other in range(size) if other != rank]
     with contextlib.ExitStack() as stack:
@@ -111,7 +111,7 @@ def reach(store: Store, rank: int) -> socket.socket:
     return found
 
 
-def read(connection: Connection, count: int) -> bytes:
+def read(connection: TcpConnection, count: int) -> bytes:
     """Read so many bytes, or fewer at the end."""
     data = memoryview(bytearray(count))
     done = 0

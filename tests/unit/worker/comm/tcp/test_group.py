@@ -21,7 +21,7 @@ from onebox.worker.comm.api import RankLost, WorkerGroup
 from onebox.worker.comm.group import SHARED_BYTES, CarriedGroup
 from onebox.worker.comm.tcp import carrier as tcp_carrier
 from onebox.worker.comm.tcp.carrier import TcpCarrier
-from onebox.worker.comm.tcp.messages import WINDOW_BYTES, Header
+from onebox.worker.comm.tcp.messages import WINDOW_BYTES, MessageHeader
 from onebox.worker.progress import WorkerProgress
 from tests.kit.waiting import until
 from tests.unit.programs import HOST
@@ -173,7 +173,7 @@ def chunk(number: int, data: bytes) -> bytes:
 def test_the_wait_for_a_tensor_ends_when_its_sender_ends_in_the_middle(monkeypatch: pytest.MonkeyPatch) -> None:
     with beside_a_peer(monkeypatch) as (group, peer):
         finish = group.receive(TensorSpec("uint8", (1000,)), 1, 0)
-        head = Header(0, 0, 0, 1000, TensorSpec("uint8", (1000,))).encode()
+        head = MessageHeader(0, 0, 0, 1000, TensorSpec("uint8", (1000,))).encode()
         peer.outgoing[0].send(chunk(0, head + bytes(500)))
         peer.close()
         with pytest.raises(RankLost, match=r"rank 1 is not connected any more: .*in the middle of a message"):
@@ -182,7 +182,7 @@ def test_the_wait_for_a_tensor_ends_when_its_sender_ends_in_the_middle(monkeypat
 
 def test_what_came_whole_before_the_end_is_received_and_a_wait_for_more_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     with beside_a_peer(monkeypatch) as (group, peer):
-        head = Header(0, 0, 0, 3, TensorSpec("uint8", (3,))).encode()
+        head = MessageHeader(0, 0, 0, 3, TensorSpec("uint8", (3,))).encode()
         peer.outgoing[0].send(chunk(0, head + b"abc"))
         peer.close()
         found, more = (group.receive(TensorSpec("uint8", (3,)), 1, 0) for _ in range(2))
@@ -195,9 +195,9 @@ def test_what_came_whole_before_the_end_is_received_and_a_wait_for_more_ends(mon
     "said",
     [
         bytes(100).replace(b"\0", b"\xff"),
-        Header(0, 0, 5, 1, TensorSpec("uint8", (9,))).encode(),
-        Header(0, 0, 0, 9, TensorSpec("uint8", (8,))).encode(),
-        Header(0, 0, 0, 1 << 40, None).encode(),
+        MessageHeader(0, 0, 5, 1, TensorSpec("uint8", (9,))).encode(),
+        MessageHeader(0, 0, 0, 9, TensorSpec("uint8", (8,))).encode(),
+        MessageHeader(0, 0, 0, 1 << 40, None).encode(),
     ],
     ids=["noise", "part", "size", "leave"],
 )

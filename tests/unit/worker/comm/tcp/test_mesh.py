@@ -18,7 +18,7 @@ from onebox.errors import WireError
 from onebox.worker.comm.api import RankLost
 from onebox.worker.comm.certificate import Certificate, new_certificate, public_key, sign
 from onebox.worker.comm.tcp import mesh
-from onebox.worker.comm.tcp.connection import Connection
+from onebox.worker.comm.tcp.connection import TcpConnection
 from tests.kit.waiting import until
 from tests.unit.worker.comm.tcp.meshes import (
     HERE,
@@ -100,20 +100,20 @@ def test_all_ranks_reach_each_other_and_nothing_listens_afterwards(store: Store,
 def test_a_connection_that_is_made_as_the_mesh_is_closed_is_not_lost(
     store: Store, ranks: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    came: list[tuple[Connection, ...]] = []
+    came: list[tuple[TcpConnection, ...]] = []
 
     def joined(rank: int) -> mesh.Mesh:
         return mesh.Mesh(rank, 2, HERE, store, encrypted=True, came=lambda _, connections: came.append(connections))
 
     one, other = ranks.map(joined, range(2))
-    settle, caller = Connection.settle, threading.current_thread()
+    settle, caller = TcpConnection.settle, threading.current_thread()
 
-    def settled(self: Connection) -> None:
+    def settled(self: TcpConnection) -> None:
         settle(self)
         if threading.current_thread() is caller:
             one.close()
 
-    monkeypatch.setattr(Connection, "settle", settled)
+    monkeypatch.setattr(TcpConnection, "settle", settled)
     (made,) = one.connect(1)
     until(lambda: came)
     other.close()

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from onebox.wire import DTYPES, TensorSpec
 from onebox.worker.comm.tcp import messages
-from onebox.worker.comm.tcp.messages import HEAD_BYTES, Header, Inbox, PeerFault, Window, decode, rest_bytes
+from onebox.worker.comm.tcp.messages import HEAD_BYTES, Inbox, MessageHeader, PeerFault, Window, decode, rest_bytes
 
 MOST = 1 << 20
 
@@ -24,7 +24,7 @@ def filed(inbox: Inbox, channel: int, number: int, *, parts: int = 1, count: int
     spec, data = TensorSpec("int64", (count,)), torch.full((count,), number).view(torch.uint8).numpy().data
     leave, step = 0, -(-len(data) // parts) if data else 1
     for start in range(0, max(1, len(data)), step):
-        header = Header(channel, 7, start, len(data[start : start + step]), spec)
+        header = MessageHeader(channel, 7, start, len(data[start : start + step]), spec)
         inbox.place(header)[:] = data[start : start + step]
         leave += inbox.filed(header)
     return leave
@@ -39,7 +39,7 @@ def taken(inbox: Inbox, channel: int, order: int) -> list[int] | None:
 @given(specs, st.integers(-(1 << 63), (1 << 63) - 1), st.integers(-(1 << 63), (1 << 63) - 1), st.data())
 def test_headers_come_as_they_are_sent(spec: TensorSpec, channel: int, code: int, data: Any) -> None:
     start = data.draw(st.integers(0, spec.size_bytes))
-    header = Header(channel, code, start, data.draw(st.integers(0, spec.size_bytes - start)), spec)
+    header = MessageHeader(channel, code, start, data.draw(st.integers(0, spec.size_bytes - start)), spec)
     encoded = header.encode()
     assert rest_bytes(encoded[:HEAD_BYTES]) == len(encoded) - HEAD_BYTES
     assert decode(encoded[:HEAD_BYTES], encoded[HEAD_BYTES:]) == header
@@ -59,15 +59,15 @@ def test_no_header_leads_out_of_its_tensor(head: bytes, data: Any) -> None:
 @pytest.mark.parametrize(
     "header",
     [
-        Header(0, 0, -1, 1, TensorSpec("float32", (1,))),
-        Header(0, 0, 0, 5, TensorSpec("float32", (1,))),
-        Header(0, 0, 0, -1, TensorSpec("float32", (1,))),
-        Header(0, 0, 0, 0, TensorSpec("float32", (-1, -1))),
-        Header(0, 0, 0, 0, TensorSpec("float32", (1 << 40, 1 << 40, 0))),
-        Header(0, 0, 0, -1, None),
+        MessageHeader(0, 0, -1, 1, TensorSpec("float32", (1,))),
+        MessageHeader(0, 0, 0, 5, TensorSpec("float32", (1,))),
+        MessageHeader(0, 0, 0, -1, TensorSpec("float32", (1,))),
+        MessageHeader(0, 0, 0, 0, TensorSpec("float32", (-1, -1))),
+        MessageHeader(0, 0, 0, 0, TensorSpec("float32", (1 << 40, 1 << 40, 0))),
+        MessageHeader(0, 0, 0, -1, None),
     ],
 )
-def test_what_is_no_part_of_a_tensor_is_refused(header: Header) -> None:
+def test_what_is_no_part_of_a_tensor_is_refused(header: MessageHeader) -> None:
     encoded = header.encode()
     with pytest.raises(PeerFault):
         decode(encoded[:HEAD_BYTES], encoded[HEAD_BYTES:])
@@ -156,7 +156,7 @@ def test_parts_of_what_was_asked_for_give_leave_before_the_last_one(monkeypatch:
     for start, leave in ((0, 0), (10, 10), (20, 10)):
         if start == 10:
             assert inbox.expect(1) == (1, 10)
-        inbox.place(header := Header(1, 0, start, 10, spec))
+        inbox.place(header := MessageHeader(1, 0, start, 10, spec))
         assert inbox.filed(header) == (leave if start else 0)
 
 
@@ -171,14 +171,14 @@ def test_leave_for_what_was_not_sent_is_refused() -> None:
 def test_parts_come_in_order_and_belong_to_one_tensor() -> None:
     inbox, spec = Inbox(MOST), TensorSpec("uint8", (10,))
     with pytest.raises(PeerFault, match="where none has begun"):
-        inbox.place(Header(1, 0, 2, 2, spec))
-    inbox.place(first := Header(1, 0, 0, 4, spec))
+        inbox.place(MessageHeader(1, 0, 2, 2, spec))
+    inbox.place(first := MessageHeader(1, 0, 0, 4, spec))
     inbox.filed(first)
     for other in (
-        Header(1, 0, 5, 1, spec),
-        Header(1, 1, 4, 1, spec),
-        Header(1, 0, 4, 1, TensorSpec("int8", (10,))),
-        Header(1, 0, 0, 4, spec),
+        MessageHeader(1, 0, 5, 1, spec),
+        MessageHeader(1, 1, 4, 1, spec),
+        MessageHeader(1, 0, 4, 1, TensorSpec("int8", (10,))),
+        MessageHeader(1, 0, 0, 4, spec),
     ):
         with pytest.raises(PeerFault, match="where byte 4 is due"):
             inbox.place(other)

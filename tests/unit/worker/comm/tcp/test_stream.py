@@ -11,28 +11,28 @@ from collections.abc import Iterator
 import pytest
 
 from onebox.worker.comm.tcp import stream
-from onebox.worker.comm.tcp.connection import Connection
+from onebox.worker.comm.tcp.connection import TcpConnection
 from onebox.worker.comm.tcp.meter import LinkMeter
-from onebox.worker.comm.tcp.stream import StreamReader, StreamWriter
+from onebox.worker.comm.tcp.stream import ConnectionReader, ConnectionWriter
 
 
 @contextlib.contextmanager
-def pairs(count: int) -> Iterator[tuple[list[Connection], list[Connection]]]:
+def pairs(count: int) -> Iterator[tuple[list[TcpConnection], list[TcpConnection]]]:
     """Connections of this process with itself: the ends to write to, and those to read from."""
     with socket.create_server(("127.0.0.1", 0)) as listener, contextlib.ExitStack() as stack:
-        ends: tuple[list[Connection], list[Connection]] = ([], [])
+        ends: tuple[list[TcpConnection], list[TcpConnection]] = ([], [])
         for _ in range(count):
             near = stack.enter_context(socket.create_connection(listener.getsockname()))
             far = stack.enter_context(listener.accept()[0])
-            ends[0].append(Connection(near, None, serving=False))
-            ends[1].append(Connection(far, None, serving=True))
+            ends[0].append(TcpConnection(near, None, serving=False))
+            ends[1].append(TcpConnection(far, None, serving=True))
         yield ends
 
 
 class Scattering(LinkMeter):
     """A meter that sends each chunk by another connection."""
 
-    def __init__(self, connections: list[Connection]) -> None:
+    def __init__(self, connections: list[TcpConnection]) -> None:
         super().__init__(connections, 1, 1)
         self._all = connections
         self._chance = random.Random(1)
@@ -51,7 +51,7 @@ def test_bytes_come_in_order_by_any_connections(count: int, monkeypatch: pytest.
         (chance.randbytes(chance.randrange(1, 90)), chance.randbytes(chance.choice([0, 7, 20_000]))) for _ in range(60)
     ]
     with pairs(count) as (near, far):
-        writer = StreamWriter(near, Scattering(near))
+        writer = ConnectionWriter(near, Scattering(near))
 
         def write() -> None:
             for head, body in sent:
@@ -61,7 +61,7 @@ def test_bytes_come_in_order_by_any_connections(count: int, monkeypatch: pytest.
 
         thread = threading.Thread(target=write)
         thread.start()
-        reader = StreamReader(far)
+        reader = ConnectionReader(far)
         for head, body in sent:
             target = memoryview(bytearray(len(head) + len(body)))
             for start in range(0, len(target), 3000):
@@ -77,7 +77,7 @@ def test_a_connection_without_whole_chunks_fails(said: bytes) -> None:
         near[0].send(said)
         near[0].close()
         with pytest.raises(ConnectionError):
-            StreamReader(far).read_into(memoryview(bytearray(4)))
+            ConnectionReader(far).read_into(memoryview(bytearray(4)))
 
 
 def test_two_chunks_of_one_number_fail() -> None:
@@ -85,4 +85,4 @@ def test_two_chunks_of_one_number_fail() -> None:
         for each in near:
             each.send(b"\1\0\0\0\1\0\0\0a")
         with pytest.raises(ConnectionError, match="two chunks of one number"):
-            StreamReader(far).read_into(memoryview(bytearray(4)))
+            ConnectionReader(far).read_into(memoryview(bytearray(4)))
