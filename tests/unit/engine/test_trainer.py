@@ -327,7 +327,14 @@ def test_evaluation_is_that_of_the_model_in_eval_mode_and_changes_nothing(worker
 def test_a_step_leaves_nothing_behind_and_closing_frees_all(workers: int, pools: Pools) -> None:
     pool = pools(workers)
     stores = [process.server.machine for process in pool._handles]  # type: ignore[attr-defined]
-    before = [(machine.store.used_bytes, len(machine.store), len(machine._definitions)) for machine in stores]
+
+    def settled() -> list[tuple[int, int, int]]:
+        """What the workers hold when they have done all that was sent to them, also by the tests before this one."""
+        for worker in range(workers):
+            pool.post(worker, [], answer=True).result(30)
+        return [(machine.store.used_bytes, len(machine.store), len(machine._definitions)) for machine in stores]
+
+    before = settled()
     model = build(Normed)
     with onebox.Trainer(
         model, functional.mse_loss, sgd(model), pool=pool, plan=onebox.DataParallel(micro_batch=4)
@@ -336,14 +343,11 @@ def test_a_step_leaves_nothing_behind_and_closing_frees_all(workers: int, pools:
         for batch in batches([12, 8, 12, 8, 12, 8]):
             float(trainer.step(*batch))
             trainer.evaluate([batch])
-            held.append([(machine.store.used_bytes, len(machine.store)) for machine in stores])
+            held.append(settled())
         assert held[-1] == held[-2] == held[2]
-        assert [memory.used_bytes for memory in trainer.memory()] == [used for used, _ in held[-1]]
+        assert [memory.used_bytes for memory in trainer.memory()] == [used for used, *_ in held[-1]]
         assert all(memory.peak_bytes > memory.used_bytes for memory in trainer.memory())
-    for worker in range(workers):
-        pool.post(worker, [], answer=True).result(30)
-    after = [(machine.store.used_bytes, len(machine.store), len(machine._definitions)) for machine in stores]
-    assert after == before
+    assert settled() == before
 
 
 def test_the_state_of_a_step_is_small_beside_its_messages(pools: Pools) -> None:
