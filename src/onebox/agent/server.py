@@ -123,6 +123,11 @@ LOG_LINES = 1000
 _FAILED = "the agent failed at a message of this session and has ended it; its journal says where"
 
 _TICK_MS = 200
+"""Between two looks at leases that start or end."""
+
+_IDLE_TICK_MS = 1000
+"""The same where none does."""
+
 _PAUSE_S = 0.05
 _HELD_UP_S = 1.0
 
@@ -253,22 +258,22 @@ class Agent:
     # ---- the loop
 
     def _serve(self) -> None:
-        expected_s = time.monotonic() + 2 * _TICK_MS / 1000
         while not self._stopping:
+            patience_ms = 0 if self._workers.pressed else _TICK_MS if self._workers.changing else _IDLE_TICK_MS
+            due_s = time.monotonic() + (patience_ms + _TICK_MS) / 1000
             poller = zmq.Poller()
             watched = self._watch.monitor, self._watch.descriptor
             for source in (self._socket, self._door.socket, self._bell, *watched, *self._workers.descriptors()):
                 poller.register(source, zmq.POLLIN)
-            ready = dict(poller.poll(0 if self._workers.pressed else _TICK_MS))
+            ready = dict(poller.poll(patience_ms))
             now_s = time.monotonic()
             with self._lock:
-                if now_s > expected_s + _HELD_UP_S:  # stopped, or starved: messages of clients may be lost
-                    self._leases.forgive(now_s - expected_s)
-                    self._report("held-up", seconds=round(now_s - expected_s, 3))
+                if now_s > due_s + _HELD_UP_S:  # stopped, or starved: messages of clients may be lost
+                    self._leases.forgive(now_s - due_s)
+                    self._report("held-up", seconds=round(now_s - due_s, 3))
                 fine = self._turn({each for each in ready if isinstance(each, int)}, now_s)
             if not fine:
                 time.sleep(_PAUSE_S)  # a failure may repeat at once
-            expected_s = time.monotonic() + 2 * _TICK_MS / 1000
 
     def _turn(self, ready: Set[int], now_s: float) -> bool:
         """Handle all pending work once; return whether nothing failed."""

@@ -243,6 +243,11 @@ class Workers:
             for crew in self._crews.values()
         )
 
+    @property
+    def changing(self) -> bool:
+        """True while workers of a lease start or end, which takes looks now and then."""
+        return any(not crew.ready or crew.ending for crew in self._crews.values())
+
     def descriptors(self) -> Iterator[int]:
         """Yield the file descriptors that are readable when :meth:`attend` has work."""
         if self._zygotes is not None:

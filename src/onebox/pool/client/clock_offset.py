@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections import deque
 
-_WINDOW = 120
-"""Answers that are compared: those of a minute, in which clocks drift by less than a millisecond."""
+_WINDOW = 30
+"""Answers that are compared: those of a minute at most, in which clocks drift by less than a millisecond."""
+
+_FIRST, _EVERY = 8, 4
+"""The clock is asked at so many heartbeats, two of which come in a second, and then at one of so many."""
 
 
 class ClockOffset:
@@ -26,6 +29,12 @@ class ClockOffset:
         self._answers: deque[tuple[int, int]] = deque(maxlen=_WINDOW)
         self.offset_ns = 0
         """What is to be subtracted from a time of the other clock; 0 as long as nothing is known."""
+        self._beats = 0
+
+    def beat(self) -> bool:
+        """Return whether the other clock is to be asked at this heartbeat."""
+        self._beats += 1
+        return self._beats <= _FIRST or self._beats % _EVERY == 0
 
     def answer(self, *, asked_ns: int, read_ns: int, now_ns: int) -> None:
         """Take an answer; one from before its question is ignored.

@@ -494,7 +494,7 @@ class ClientLoop:
                     self._liveness.beat(worker, time.monotonic(), message.stalled_s, message.doing)
                     self.executed[worker] = message.executed
                     self.memory[worker] = WorkerMemory(message.used_bytes, message.peak_bytes, 0)
-                if connection.place.host != LOCAL_HOST:  # workers of this machine have its clock
+                if connection.place.host != LOCAL_HOST and connection.clock.beat():  # others have this machine's clock
                     connection.ask_clock()
             case ClockReading():
                 now_ns = time.monotonic_ns()
