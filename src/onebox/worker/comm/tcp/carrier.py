@@ -15,11 +15,10 @@ from onebox.wire.protocol.groups import FormGroup
 from onebox.worker.accelerator import Accelerator
 from onebox.worker.comm.api import MembershipStore, RankLost, RowRange
 from onebox.worker.comm.carrier import FEW_RANKS, Posted
-from onebox.worker.comm.collectives import Call
 from onebox.worker.comm.tcp.connection import TcpConnection
-from onebox.worker.comm.tcp.link import Expected, PeerLink
+from onebox.worker.comm.tcp.link import PeerLink, TcpReceive
 from onebox.worker.comm.tcp.mesh import GroupNetwork, Mesh, RelayTo
-from onebox.worker.comm.tcp.messages import MessageHeader, ReceivedMessage
+from onebox.worker.comm.tcp.messages import MessageHeader
 from onebox.worker.comm.tcp.stream import ConnectionWriter
 from onebox.worker.progress import WorkerProgress
 
@@ -74,7 +73,9 @@ class TcpCarrier:
         self._network = network or GroupNetwork()
         self._left = self._given_up = False
         self.peers = tuple(rank for rank in range(form.size) if rank != form.rank and rank not in near)
-        self._links = {rank: PeerLink(rank, functools.partial(self._connect, rank)) for rank in self.peers}
+        self._links = {
+            rank: PeerLink(rank, functools.partial(self._connect, rank), form.timeout_s) for rank in self.peers
+        }
         self._mesh = Mesh(
             form.rank,
             form.size,
@@ -128,7 +129,7 @@ class TcpCarrier:
 
     def expect(self, peer: int, channel: int) -> TcpReceive:
         """Ask for the next message of a channel that has not been asked for."""
-        return TcpReceive(self._links[peer].expect(channel), self._form.timeout_s, self._mesh, self._accelerator)
+        return self._links[peer].expect(channel, self._mesh.attend, self._accelerator)
 
     def attend(self, *, waiting: bool = False) -> bool:
         """Ask the client what connections that are being made need; return whether there are any.
@@ -217,50 +218,6 @@ class TcpCarrier:
         self._mesh.stop_listening()
 
 
-class TcpReceive:
-    """A message that was asked for; it is forgotten when this object is dropped.
-
-    Args:
-        expected: The message.
-        within_s: Longest wait.
-        mesh: Asks the client for connections meanwhile.
-        accelerator: Device of the tensors.
-    """
-
-    __slots__ = ("_accelerator", "_expected", "_mesh", "_message", "_within_s")
-
-    lasting = True
-
-    def __init__(self, expected: Expected, within_s: float, mesh: Mesh, accelerator: Accelerator) -> None:
-        self._expected = expected
-        self._within_s = within_s
-        self._mesh = mesh
-        self._accelerator = accelerator
-        self._message: ReceivedMessage | None = None
-
-    def wait(self, *, aside: bool = False) -> Call:
-        """Wait for it, in any thread.
-
-        Raises:
-            RankLost: It does not come.
-        """
-        message = self._message = self._expected.wait(self._within_s, _nothing if aside else self._mesh.attend)
-        return Call(message.code, message.spec, time.monotonic_ns())
-
-    def part(self) -> Tensor:
-        """Return its elements."""
-        assert self._message is not None
-        return self._message.tensor
-
-    def take(self) -> Tensor:
-        """Return a tensor of the device with its elements."""
-        return self._accelerator.to_device(self.part())
-
-    def give_back(self) -> None:
-        """Let go of it."""
-        self._message = None
-
-
 def _part(spec: TensorSpec, within: RowRange) -> tuple[TensorSpec, int]:
     """Return the spec of the whole of a part, and the part's first byte there.
 
@@ -279,7 +236,3 @@ def _bytes_of(dense: Tensor) -> memoryview:
     if not dense.nbytes:
         return memoryview(b"")
     return dense.reshape(-1).view(torch.uint8).numpy().data
-
-
-def _nothing(*, missing: bool) -> None:
-    """Do nothing: the thread that owns the channel attends."""

@@ -10,7 +10,9 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from onebox.worker.accelerator import Accelerator
 from onebox.worker.comm.api import RankLost
+from onebox.worker.comm.collectives import Call
 from onebox.worker.comm.tcp.connection import TcpConnection
 from onebox.worker.comm.tcp.messages import (
     HEAD_BYTES,
@@ -45,10 +47,12 @@ class PeerLink:
     Args:
         peer: Its rank.
         connect: Makes the connections to it, or raises an error; called in a thread of the link.
+        timeout_s: Longest wait for a message.
     """
 
-    def __init__(self, peer: int, connect: Callable[[], ConnectionWriter]) -> None:
+    def __init__(self, peer: int, connect: Callable[[], ConnectionWriter], timeout_s: float) -> None:
         self.peer = peer
+        self.timeout_s = timeout_s
         self.inbox = Inbox()
         self._connect = connect
         self._writer: ConnectionWriter | None = None
@@ -150,11 +154,11 @@ class PeerLink:
             self._sender = _start(self._send, f"onebox-to-{self.peer}")
         self._changed.notify_all()
 
-    def expect(self, channel: int) -> Expected:
-        """Ask for the next message of a channel that has not been asked for."""
+    def expect(self, channel: int, attend: Attend, accelerator: Accelerator) -> TcpReceive:
+        """Ask for the next message of a channel that has not been asked for; see :class:`TcpReceive`."""
         order, leave_bytes = self.inbox.expect(channel)
         self._give_leave(channel, leave_bytes)
-        return Expected(self, channel, order)
+        return TcpReceive(self, channel, order, attend, accelerator)
 
     def leave(self) -> None:
         """Send what waits, and nothing more."""
@@ -306,34 +310,38 @@ class Attend(Protocol):
         """Do it; ``missing`` if the awaited rank has not connected."""
 
 
-class Expected:
+class TcpReceive:
     """A message that was asked for; it is forgotten when this object is dropped.
 
     Args:
         link: The link by which it comes.
         channel: Its channel.
         order: Its order there.
+        attend: Called now and then by the thread that owns the channel to the client, while it waits.
+        accelerator: Device of the tensors.
     """
 
-    __slots__ = ("_channel", "_done", "_link", "_order")
+    __slots__ = ("_accelerator", "_attend", "_channel", "_done", "_link", "_message", "_order")
 
-    def __init__(self, link: PeerLink, channel: int, order: int) -> None:
+    lasting = True
+
+    def __init__(self, link: PeerLink, channel: int, order: int, attend: Attend, accelerator: Accelerator) -> None:
         self._link = link
         self._channel = channel
         self._order = order
+        self._attend = attend
+        self._accelerator = accelerator
+        self._message: ReceivedMessage | None = None
         self._done = False
 
-    def wait(self, within_s: float, attend: Attend) -> ReceivedMessage:
-        """Wait for it.
-
-        Args:
-            within_s: Longest wait.
-            attend: Called now and then meanwhile.
+    def wait(self, *, aside: bool = False) -> Call:
+        """Wait for it, in any thread.
 
         Raises:
             RankLost: It does not come.
         """
-        inbox, end_s = self._link.inbox, time.monotonic() + within_s
+        link, inbox = self._link, self._link.inbox
+        end_s = time.monotonic() + link.timeout_s
         while True:
             with inbox.changed:
                 message = inbox.take(self._channel, self._order)
@@ -343,11 +351,25 @@ class Expected:
                     inbox.changed.wait(_LOOK_S)
                     message = inbox.take(self._channel, self._order)
             if message is not None:
-                self._done = True
-                return message
-            attend(missing=not self._link.connected[1])
+                self._message, self._done = message, True
+                return Call(message.code, message.spec, time.monotonic_ns())
+            if not aside:
+                self._attend(missing=not link.connected[1])
             if time.monotonic() > end_s:
-                raise RankLost(f"rank {self._link.peer} did not come within {within_s:.0f} s")
+                raise RankLost(f"rank {link.peer} did not come within {link.timeout_s:.0f} s")
+
+    def part(self) -> Tensor:
+        """Return its elements."""
+        assert self._message is not None
+        return self._message.tensor
+
+    def take(self) -> Tensor:
+        """Return a tensor of the device with its elements."""
+        return self._accelerator.to_device(self.part())
+
+    def give_back(self) -> None:
+        """Let go of it."""
+        self._message = None
 
     def __del__(self) -> None:
         if not self._done:
