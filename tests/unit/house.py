@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -25,8 +25,6 @@ from onebox.wire.protocol.requests import Envelope, Shutdown
 from onebox.worker import Ports, WorkerConfig
 from onebox.worker.process.main import WorkerServer
 
-OpenPool = Callable[..., Pool]
-
 
 class _Endable(WorkerServer):
     """A server that ends when it is told to from outside, as a process would that is killed."""
@@ -41,6 +39,10 @@ class _Endable(WorkerServer):
             if time.monotonic() >= end_s:
                 return False
         return True
+
+    def say(self, parts: list[bytes]) -> None:
+        """Send the client a message as it is."""
+        self._socket.send_multipart(parts)
 
     def _transmit(self, frames: list[Any]) -> None:
         while True:
@@ -110,24 +112,38 @@ class ThreadWorker:
             os.close(self._alive)
 
 
+class OpenPool:
+    """A function that opens pools of so many workers, CPUs by default."""
+
+    def __init__(self) -> None:
+        self.pools: list[Pool] = []
+        self.servers: list[_Endable] = []
+        """Those of all workers, in the order of their start."""
+
+    def __call__(self, workers: int, *, kind: str = "cpu", **options: Any) -> Pool:
+        self.pools.append(open_pool(f"{kind}*{workers}", threads=1, **options))
+        return self.pools[-1]
+
+    def start(self, place: WorkerLocation, config: WorkerConfig, *, spawner: object) -> ThreadWorker:
+        """Start a worker as a thread."""
+        worker = ThreadWorker(place, config, spawner=spawner)
+        self.servers.append(worker.server)
+        return worker
+
+
 @contextlib.contextmanager
 def threads_for_processes() -> Iterator[OpenPool]:
-    """Give a function that opens pools of so many workers, CPUs by default; all are closed afterwards."""
+    """Give a function that opens pools, all of which are closed afterwards."""
 
     def exit_instead(status: int) -> None:
         raise AssertionError("a worker's thread would have ended this process")
 
-    opened: list[Pool] = []
-
-    def opening(workers: int, *, kind: str = "cpu", **options: Any) -> Pool:
-        opened.append(open_pool(f"{kind}*{workers}", threads=1, **options))
-        return opened[-1]
-
+    opening = OpenPool()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(local_module, "WorkerProcess", ThreadWorker)
+        patch.setattr(local_module, "WorkerProcess", opening.start)
         patch.setattr(os, "_exit", exit_instead)
         try:
             yield opening
         finally:
-            for each in opened:
+            for each in opening.pools:
                 each.close()

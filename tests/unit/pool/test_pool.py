@@ -32,7 +32,7 @@ from onebox.pool.devices import explain_links
 from onebox.wire import TensorSpec, encode, from_frame, to_frame
 from onebox.wire.protocol import codec
 from onebox.wire.protocol.instructions import Ask, Call, Get, Receive, Reduce, Send
-from onebox.wire.protocol.requests import Put, Shutdown
+from onebox.wire.protocol.requests import Put
 from onebox.wire.protocol.responses import Contribution, Lookup, Scalars
 from tests.kit.leaks import nothing_left
 from tests.kit.trainer_arguments import grouped
@@ -127,13 +127,11 @@ def test_a_worker_that_is_not_there(pool: Pool, worker: int) -> None:
     assert put_and_get(pool, 0) == [1.0, 2.0]
 
 
-def test_a_message_that_the_worker_cannot_read_breaks_the_pool(pool: Pool) -> None:
+def test_a_message_that_the_worker_cannot_read_breaks_the_pool(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whose answer is missing nobody knows: all are told, rather than one left waiting for ever."""
-    waiting = pool.post(0, [Ask("scalars", ())], answer=True)
-    result(waiting)
-    pool._client_loop._pending.futures[0, 1000] = later = Future()
-    pool._client_loop._outbox.append((0, [b"junk"]))
-    pool.post(1, [])
+    monkeypatch.setattr(loop, "encode", lambda message: b"junk")
+    later = pool.post(0, [Ask("scalars", ())], answer=True)
+    monkeypatch.undo()
     with pytest.raises(WireError, match="not of this protocol"):
         result(later)
     with pytest.raises(WireError, match="not of this protocol"):
@@ -152,30 +150,43 @@ def test_a_message_that_the_worker_cannot_read_breaks_the_pool(pool: Pool) -> No
     ],
     ids=["junk", "no number", "no frame", "short frame", "no type", "no hello"],
 )
-def test_junk_from_a_worker_breaks_the_pool_and_nothing_else(pool: Pool, parts: list[bytes]) -> None:
-    pool._client_loop.form(1, (0, 1))
-    futures = [pool.post(0, [Ask("scalars", ())], answer=True)]
-    result(futures[0])
-    pending: Future[Any] = Future()
-    pool._client_loop._pending.futures[1, 1000] = pending
-    server = pool._handles[0].server  # type: ignore[attr-defined]
-    server.machine.execute = lambda instruction, frames: server._socket.send_multipart(parts) or []
+def test_junk_from_a_worker_breaks_the_pool_and_nothing_else(
+    open_pool: OpenPool, pool: Pool, parts: list[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert pool.form_group((0, 1), "client") == 1
+    bad, good = open_pool.servers
+    pending = keep_busy(pool, 1, good, monkeypatch)
+    monkeypatch.setattr(bad.machine, "execute", lambda instruction, frames: bad.say(parts) or [])
     pool.post(0, [Ask("scalars", ())])
     with pytest.raises(WireError):
         result(pending)
-    assert pool._client_loop._thread.is_alive()
+    assert pool.groups_of(0) == {1: (0, 1)}, "the client's thread still serves"
 
 
-def test_a_worker_that_ends_is_what_everybody_hears_of(pool: Pool) -> None:
-    server = pool._handles[1].server  # type: ignore[attr-defined]
+def keep_busy(pool: Pool, worker: int, server: Any, monkeypatch: pytest.MonkeyPatch) -> Future[WorkerReply]:
+    """Return the future of a reply that its worker does not give before the future is done."""
+    done = threading.Event()
 
+    def execute(instruction: Any, frames: Any) -> list[Any]:
+        done.wait(SOON_S)
+        return []
+
+    monkeypatch.setattr(server.machine, "execute", execute)
+    pending = pool.post(worker, [Ask("memory")], answer=True)
+    pending.add_done_callback(lambda _: done.set())
+    return pending
+
+
+def test_a_worker_that_ends_is_what_everybody_hears_of(
+    open_pool: OpenPool, pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     posted = threading.Event()
 
     def die(instruction: Any, frames: Any) -> None:
         posted.wait(SOON_S)  # afterwards nothing can be posted any more
         raise SystemError("its last words")
 
-    server.machine.execute = die
+    monkeypatch.setattr(open_pool.servers[1].machine, "execute", die)
     futures = [pool.post(worker, [Ask("memory")], answer=True) for worker in (1, 1)]
     posted.set()
     for future in futures:
@@ -193,10 +204,10 @@ def test_a_closed_pool_says_so(pool: Pool) -> None:
         pool.post(0, [])
 
 
-def test_what_is_waited_for_when_a_pool_is_closed_fails(open_pool: OpenPool) -> None:
-    pool = open_pool(1)
-    pending: Future[Any] = Future()
-    pool._client_loop._pending.futures[0, 1000] = pending
+def test_what_is_waited_for_when_a_pool_is_closed_fails(
+    open_pool: OpenPool, pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pending = keep_busy(pool, 0, open_pool.servers[0], monkeypatch)
     pool.close()
     with pytest.raises(PoolError, match="closed"):
         result(pending)
@@ -257,28 +268,6 @@ def test_the_error_of_a_broken_pool_does_not_grow_with_each_call(pool: Pool) -> 
     assert len(errors) == len(depths) == 1
 
 
-def test_sockets_that_a_thread_still_uses_are_left_to_it(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop, "_JOIN_S", 0.05)
-    hangs, goes_on = threading.Event(), threading.Event()
-    board = pool._client_loop
-
-    def hung(now_s: float) -> dict[int, str]:
-        hangs.set()
-        assert goes_on.wait(20)
-        return {}
-
-    monkeypatch.setattr(board._liveness, "hung", hung)
-    assert hangs.wait(SOON_S)
-    try:
-        board.stop(Shutdown())
-        assert not board._context.closed
-    finally:
-        goes_on.set()
-    board._thread.join(SOON_S)
-    assert board._context.closed
-    assert all(each.commands.closed and each.heartbeat_socket.closed for each in board._connections.values())
-
-
 # ---- groups
 
 
@@ -304,8 +293,6 @@ def test_groups_that_threads_form_at_once_are_begun_in_one_order(pool: Pool, mon
         return Future()
 
     monkeypatch.setattr(pool, "post", post)
-    monkeypatch.setattr(pool._client_loop, "form", lambda group, workers: None)
-    monkeypatch.setattr(pool, "_forming", {})
     threads = [
         threading.Thread(
             target=lambda own=own: [  # type: ignore[misc]
