@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +10,19 @@ import pytest
 
 import onebox
 from onebox import Link
-from onebox.errors import UsageError
+from onebox.errors import PoolError, UsageError
 from onebox.pool import open as opening
+from onebox.pool.backends import local
 from onebox.pool.backends.agents import agent_source
 from onebox.pool.backends.agents.agent_source import AgentSource, client_name
+from onebox.pool.backends.agents.remote_worker import RemoteWorker
 from onebox.pool.backends.local import LocalSource
+from onebox.pool.errors import WorkerLocation
 from onebox.pool.keys.keyring import KnownAgent, remember_agent
 from onebox.pool.open import make_sources, open_pool
-from onebox.sizes import Budgets
 from onebox.wire import new_keys
+from onebox.wire.protocol.agents import Offer, Stock, Want
+from onebox.worker import WorkerConfig
 
 
 @pytest.fixture(autouse=True)
@@ -33,49 +37,91 @@ def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
-def seen(sources: list[Any]) -> list[tuple[object, ...]]:
-    """Return what is to be seen of sources."""
-    return [
-        (one.address, one._part.devices, one._part.threads, one._part.memory)
-        if isinstance(one, AgentSource)
-        else (one._address, [request.device for request in one._requests], one._quotas)
-        for one in sources
-    ]
+class Started:
+    """Stands in for a worker of this machine."""
+
+    def __init__(self, place: WorkerLocation, config: WorkerConfig, *, spawner: object) -> None:
+        self.address = ""
+        self.config = config
 
 
-def test_sources_stand_in_the_order_of_the_specification() -> None:
-    assert seen(make_sources("cpu*2", threads=1)) == [("127.0.0.1", ["cpu"] * 2, (0, 0))]
-    assert seen(make_sources("lab-1/cpu*2,sim", threads=3, memory=9)) == [
-        ("lab-1", ("cpu*2",), 3, Budgets(every=9)),
-        ("127.0.0.1", ["sim"], (9,)),
+class Leasing:
+    """Stands in for the connection to an agent, which offers two cores and leases nothing."""
+
+    asked: Sequence[Want] = ()
+
+    def inspect(self) -> Stock:
+        return Stock(1, (Offer("cpu", "", 1 << 30, 2, 1 << 30),))
+
+    def lease(self, wants: Sequence[Want], client_key: str, **options: object) -> list[RemoteWorker]:
+        self.asked = wants
+        raise PoolError("it leases nothing")
+
+    def close(self) -> None:
+        pass
+
+
+def seen(spec: str, monkeypatch: pytest.MonkeyPatch, **limits: Any) -> list[tuple[str, list[tuple[str, int, int]]]]:
+    """Return where the workers of a pool are asked for, and device, threads and memory of each."""
+    connection = Leasing()
+    found = []
+    with monkeypatch.context() as patch:
+        patch.setattr(local, "WorkerProcess", Started)
+        patch.setattr(agent_source, "AgentConnection", lambda *_: connection)
+        for source in make_sources(spec, **limits):
+            if isinstance(source, AgentSource):
+                source.connect()
+                with pytest.raises(PoolError, match="leases nothing"):
+                    source.acquire("key", wait=False)
+                asked = [(want.device, want.threads, want.memory_bytes) for want in connection.asked]
+                found.append((source.address, asked))
+            else:
+                started: list[Any] = [handle for handle, _ in source.start(0, "key")]
+                configs = [worker.config for worker in started]
+                made = [(config.device, config.threads, config.quota_bytes) for config in configs]
+                found.append((started[0].address, made))
+            source.close()
+    return found
+
+
+def test_sources_stand_in_the_order_of_the_specification(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert seen("cpu*2", monkeypatch, threads=1) == [("127.0.0.1", [("cpu", 1, 0)] * 2)]
+    assert seen("lab-1/cpu*2,sim", monkeypatch, threads=3, memory=9) == [
+        ("lab-1", [("cpu", 3, 9)] * 2),
+        ("127.0.0.1", [("sim", 1, 9)]),
     ]
     assert [type(one) for one in make_sources("cpu,lab-1,lab-2:7272")] == [LocalSource, AgentSource, AgentSource]
 
 
-def test_workers_of_this_machine_are_reached_where_it_reaches_the_outside() -> None:
-    for spec in ("cpu,lab-1,lab-2:7272", "lab-2:7272,cpu", "lab-1,lab-2:7272,cpu"):
-        (local,) = [one for one in make_sources(spec) if isinstance(one, LocalSource)]
-        assert local._address == "192.0.2.9"
+@pytest.mark.parametrize("spec", ["cpu,lab-1,lab-2:7272", "lab-2:7272,cpu", "lab-1,lab-2:7272,cpu"])
+def test_workers_of_this_machine_are_reached_where_it_reaches_the_outside(
+    spec: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (address,) = [where for where, _ in seen(spec, monkeypatch) if not where.startswith("lab")]
+    assert address == "192.0.2.9"
 
 
 def test_what_a_file_says_of_a_host_goes_before_what_is_said_of_all(tmp_path: Path, monkeypatch: Any) -> None:
     file = tmp_path / "lab.toml"
     file.write_text('[[hosts]]\naddress = "lab-1"\nmemory = "1k"\n[[hosts]]\naddress = "local"\ndevices = "sim"\n')
-    expected = [("lab-1", ("auto",), 2, Budgets(every=1024)), ("127.0.0.1", ["sim"], (77,))]
-    assert seen(make_sources(str(file), threads=2, memory=77)) == expected
+    expected = [("lab-1", [("cpu", 2, 1024)] * 2), ("127.0.0.1", [("sim", 1, 77)])]
+    assert seen(str(file), monkeypatch, threads=2, memory=77) == expected
     monkeypatch.setenv("ONEBOX_POOL", str(file))
-    assert seen(make_sources("auto", threads=2, memory=77)) == expected
+    assert seen("auto", monkeypatch, threads=2, memory=77) == expected
 
 
 @pytest.mark.parametrize(
     ("memory", "quotas"),
     [("1k", (1024, 1024)), ("1k,2k", (1024, 2048)), ([1, "2k"], (1, 2048)), ({1: 7}, (0, 7)), ("0:1k,1:9", (1024, 9))],
 )
-def test_each_device_may_have_its_own_budget(memory: Any, quotas: tuple[int, ...]) -> None:
-    assert seen(make_sources("cpu*2", threads=1, memory=memory)) == [("127.0.0.1", ["cpu"] * 2, quotas)]
+def test_each_device_may_have_its_own_budget(
+    memory: Any, quotas: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = seen("cpu*2", monkeypatch, threads=1, memory=memory)
+    assert asked == [("127.0.0.1", [("cpu", 1, quota) for quota in quotas])]
 
 
-def test_budgets_of_several_hosts_are_those_of_a_file(tmp_path: Path) -> None:
+def test_budgets_of_several_hosts_are_those_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for memory in ("1k,2k", {0: 5}):
         with pytest.raises(UsageError, match=r"for devices of several hosts: give one for all, or .* a file of hosts"):
             make_sources("cpu,lab-1/cpu", memory=memory)
@@ -84,9 +130,8 @@ def test_budgets_of_several_hosts_are_those_of_a_file(tmp_path: Path) -> None:
         '[[hosts]]\naddress = "lab-1"\nmemory = ["1k", 5]\n'
         '[[hosts]]\naddress = "local"\ndevices = "sim*2"\nmemory = [7, 8]\n'
     )
-    agent, local = seen(make_sources(str(file)))
-    assert agent[-1] == Budgets(listed=(1024, 5))
-    assert local[-1] == (7, 8)
+    quotas = [[quota for _, _, quota in devices] for _, devices in seen(str(file), monkeypatch)]
+    assert quotas == [[1024, 5], [7, 8]]
     file.write_text('[[hosts]]\naddress = "local"\ndevices = "sim*2"\nmemory = [7, 8, 9]\n')
     with pytest.raises(UsageError, match="memory of 3 devices, but the pool has 2"):
         make_sources(str(file))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import subprocess
@@ -53,17 +54,31 @@ def config() -> WorkerConfig:
     return WorkerConfig("cpu", 3, keys.public, keys.secret, keys.public)
 
 
-@pytest.fixture
-def worker(config: WorkerConfig, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[WorkerProcess, Any]]:
-    monkeypatch.setattr(subprocess, "Popen", Started)
-    made = WorkerProcess(PLACE, config)
-    started: Any = made._process
+@contextlib.contextmanager
+def started_worker(config: WorkerConfig) -> Iterator[tuple[WorkerProcess, Any]]:
+    """Give a worker, and what stands in for its process."""
+    processes: list[Any] = []
+
+    def start(command: list[str], **options: Any) -> Started:
+        processes.append(Started(command, **options))
+        return processes[0]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(subprocess, "Popen", start)
+        made = WorkerProcess(PLACE, config)
+    (started,) = processes
     yield made, started
     made.close(grace_s=0.0)
     made.close(grace_s=0.0)
     started.heard.close()
     os.close(started.says)
     os.close(started.stderr)
+
+
+@pytest.fixture
+def worker(config: WorkerConfig) -> Iterator[tuple[WorkerProcess, Any]]:
+    with started_worker(config) as made:
+        yield made
 
 
 def test_keys_go_through_a_pipe_and_nowhere_else(worker: tuple[WorkerProcess, Any], config: WorkerConfig) -> None:
@@ -75,15 +90,10 @@ def test_keys_go_through_a_pipe_and_nowhere_else(worker: tuple[WorkerProcess, An
 
 
 def test_secrets_of_its_parent_stay_there(config: WorkerConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(subprocess, "Popen", Started)
     for name in ("AWS_SECRET_ACCESS_KEY", "SSH_AUTH_SOCK", "HF_TOKEN", "NCCL_DEBUG", "CUDA_VISIBLE_DEVICES"):
         monkeypatch.setenv(name, "x")
-    made = WorkerProcess(PLACE, config)
-    started: Any = made._process
-    made.close(grace_s=0.0)
-    started.heard.close()
-    os.close(started.says)
-    environment = started.options["env"]
+    with started_worker(config) as (_, started):
+        environment = started.options["env"]
     assert {"NCCL_DEBUG", "CUDA_VISIBLE_DEVICES"} < environment.keys()
     assert not {"AWS_SECRET_ACCESS_KEY", "SSH_AUTH_SOCK", "HF_TOKEN"} & environment.keys()
 

@@ -20,7 +20,7 @@ _CONNECT_MS, _RETRY_MS = 500, 100
 """Bound of one attempt to connect, and the time between two: short, so that the connection is soon back after an
 interruption."""
 
-_UNREAD_BYTES = 16 * MESSAGE_BYTES
+UNREAD_BYTES = 16 * MESSAGE_BYTES
 """Limit of what an agent sends without completing a message."""
 
 _BEAT_MS, _SILENT_MS = 500, 1500
@@ -82,7 +82,7 @@ class AgentSocket:
         self.socket.setsockopt(zmq.RECONNECT_IVL, _RETRY_MS)
         self.socket.setsockopt(zmq.HEARTBEAT_IVL, _BEAT_MS)
         self.socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _SILENT_MS)
-        self._watch = ReceiveWatch(self.socket, _UNREAD_BYTES, events=zmq.EVENT_ALL)
+        self._watch = ReceiveWatch(self.socket, UNREAD_BYTES, events=zmq.EVENT_ALL)
         self.monitor: Any = self._watch.monitor
         self.socket.connect(f"tcp://{where[0]}:{where[1]}")
 
