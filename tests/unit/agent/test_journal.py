@@ -6,6 +6,7 @@ import io
 import json
 import os
 import re
+import resource
 import threading
 from pathlib import Path
 
@@ -137,12 +138,20 @@ def test_a_file_that_is_full_is_put_aside(tmp_path: Path) -> None:
     assert len(book.last(1000)) == 100
 
 
-def test_a_disk_that_is_full_loses_lines_but_not_the_agent() -> None:
-    with journal(None) as book:
-        book._descriptor = os.open("/dev/full", os.O_WRONLY)
-        book._path = Path("/dev/full")
-        book.tell("leased")
+@pytest.mark.parametrize("room_bytes", [0, 10], ids=["nothing is written", "a part of a line"])
+def test_a_disk_that_is_full_loses_lines_but_not_the_agent(tmp_path: Path, room_bytes: int) -> None:
+    path = tmp_path / "agent.jsonl"
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with journal(path) as book:
+        book.tell("started")
+        resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + room_bytes, hard))
+        try:
+            book.tell("leased")
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         assert book.lost == 1 and book.counts["leased"] == 1 and "leased" in book.last(1)[0]
+        book.tell("ended")
+    assert [json.loads(line)["event"] for line in path.read_text().splitlines()] == ["started", "ended"]
 
 
 def test_memory_is_bounded() -> None:

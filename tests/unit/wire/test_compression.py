@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
+import sys
 
 import lz4.block
 import pytest
@@ -12,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onebox.errors import WireError
-from onebox.wire import Codec, codecs, compression, pack, unpack
+from onebox.wire import Codec, compression, pack, unpack
 
 EACH = pytest.mark.parametrize("codec", ["lz4", "zstd"])
 
@@ -78,13 +80,23 @@ def test_a_frame_that_wants_a_dictionary_is_refused() -> None:
         unpack("zstd", frame, 100)
 
 
-def test_without_the_libraries_nothing_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert codecs() == ("lz4", "zstd")
-    monkeypatch.delitem(compression._LIBRARIES, "lz4")
-    assert codecs() == ("zstd",)
-    with pytest.raises(WireError, match="'lz4' cannot be read here"):
-        unpack("lz4", b"abc", 3)
-    monkeypatch.delitem(compression._LIBRARIES, "zstd")
-    assert codecs() == ()
-    with pytest.raises(WireError, match=r"'brotli' cannot .* no codec \(pip install 'onebox\[compression\]'\)"):
-        unpack("brotli", b"abc", 3)
+@pytest.mark.parametrize(
+    ("missing", "there", "says"),
+    [
+        ([], ("lz4", "zstd"), "'brotli' cannot be read here; this process has lz4, zstd"),
+        (["lz4.block"], ("zstd",), "'lz4' cannot be read here; this process has zstd"),
+        (["lz4.block", "zstandard"], (), r"'zstd' cannot .* no codec \(pip install 'onebox\[compression\]'\)"),
+    ],
+)
+def test_without_the_libraries_nothing_is_packed(
+    missing: list[str], there: tuple[str, ...], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in missing:
+        monkeypatch.setitem(sys.modules, name, None)
+    spec = importlib.util.find_spec(compression.__name__)
+    assert spec is not None and spec.loader is not None
+    fresh = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(fresh)
+    assert fresh.codecs() == there
+    with pytest.raises(WireError, match=says):
+        fresh.unpack(says.split("'")[1], b"abc", 3)
