@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -28,26 +29,35 @@ class Keys:
     """A key-value store of threads."""
 
     def __init__(self, timeout_s: float = 30.0) -> None:
-        self._values: dict[str, bytes] = {}
+        self.values: dict[str, bytes] = {}
         self._changed = threading.Condition()
         self._timeout_s = timeout_s
 
     def set(self, key: str, value: str) -> None:
         """Set a key."""
         with self._changed:
-            self._values[key] = value.encode()
+            self.values[key] = value.encode()
             self._changed.notify_all()
 
     def get(self, key: str) -> bytes:
         """Return the value of a key, waiting for it."""
         with self._changed:
-            if not self._changed.wait_for(lambda: key in self._values, self._timeout_s):
+            if not self._changed.wait_for(lambda: key in self.values, self._timeout_s):
                 raise RankLost(f"nobody set {key}")
-        return self._values[key]
+        return self.values[key]
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
         """Return the values of keys, waiting for them."""
         return [self.get(key) for key in keys]
+
+
+def memory_card(
+    rank: int, place: str, *, process: int, post: str, group: int = 3, inode: int = 3, key: bytes = b""
+) -> str:
+    """Return what a rank publishes of its memory, signed with a key."""
+    text = f"{place}:0:{process}:{1 << 26}:{inode}:{post}"
+    signature = hashlib.blake2b(f"{group}:{rank}:{text}".encode(), key=key, digest_size=32)
+    return f"{text}:{signature.hexdigest()}"
 
 
 class Hub:

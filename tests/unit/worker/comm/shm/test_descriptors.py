@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import array
 import errno
 import os
 import socket
@@ -40,6 +39,12 @@ class Rank:
     def inode(self) -> int:
         """The inode of its file."""
         return os.fstat(self.file).st_ino
+
+    def give(self, *files: int) -> None:
+        """Send it descriptors, as anybody can."""
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as anybody:
+            anybody.connect(b"\0" + bytes.fromhex(self.post.name))
+            socket.send_fds(anybody, [b"x"], files)
 
 
 def for_ever(peer: int) -> bool:
@@ -84,12 +89,9 @@ def test_where_a_user_has_too_many_on_their_way_it_is_tried_again(monkeypatch: p
 def test_what_a_stranger_sends_is_closed() -> None:
     with ExitStack() as stack, ThreadPoolExecutor(2) as pool:
         ranks = [Rank(stack, number) for number in range(3)]
-        stranger = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM))
-        address = b"\0" + bytes.fromhex(ranks[0].post.name)
         for _ in range(3):
-            files = array.array("i", [ranks[2].file, ranks[2].file])
-            stranger.sendmsg([b"x"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, files)], 0, address)
-            stranger.sendto(b"no descriptor", address)
+            ranks[0].give(ranks[2].file, ranks[2].file)
+            ranks[0].give()
         found = list(pool.map(lambda number: exchange(ranks[:2], number), range(2)))
     assert found == [{1: "of 1"}, {0: "of 0"}]
 
@@ -99,9 +101,7 @@ def test_a_file_of_that_inode_elsewhere_is_not_what_is_waited_for(tmp_path: Path
     with ExitStack() as stack:
         ranks = [Rank(stack, number) for number in range(2)]
         other = stack.enter_context((tmp_path / "file").open("wb"))
-        address = b"\0" + bytes.fromhex(ranks[0].post.name)
-        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [other.fileno()]))]
-        ranks[1].post._socket.sendmsg([b"x"], rights, 0, address)
+        ranks[0].give(other.fileno())
         inode = os.fstat(other.fileno()).st_ino
         left = iter([True] * 3 + [False] * 9)
         names = {1: ranks[1].post.name}
@@ -136,7 +136,7 @@ def test_what_came_is_closed_if_somebody_else_has_ended() -> None:
 
     with ExitStack() as stack:
         ranks = [Rank(stack, number) for number in range(3)]
-        ranks[1].post._send(ranks[0].post.name, ranks[1].file)
+        ranks[0].give(ranks[1].file)
         names = {rank: ranks[rank].post.name for rank in (1, 2)}
         with pytest.raises(RankLost, match="it has ended"):
             ranks[0].post.exchange(ranks[0].file, names, {rank: ranks[rank].inode for rank in (1, 2)}, waiting)

@@ -18,7 +18,9 @@ from onebox.wire import DTYPES, TensorSpec
 from onebox.worker.accelerator import accelerator_for
 from onebox.worker.comm.api import RankLost, RowRange
 from onebox.worker.comm.shm.gpu_sender import ShmCopy, shm_copier_for
+from onebox.worker.comm.shm.layout import SENT, lane_start
 from onebox.worker.comm.shm.segment import SharedMemory, supported
+from onebox.worker.memory.shared import SharedMemoryQuota
 from tests.unit.ranks import MemoryGroup, run_ranks
 
 pytestmark = pytest.mark.skipif(not supported(), reason="groups through shared memory need Linux on x86-64")
@@ -96,6 +98,11 @@ def number(sender: int, order: int) -> Tensor:
     return torch.arange(LARGE.shape[0], dtype=torch.float64) / 3 + 1000 * sender + order
 
 
+def sent(group: MemoryGroup) -> int:
+    """Return how many messages to rank 1 its readers see."""
+    return group.memory.sender.memory.words[lane_start(1) // 8 + SENT]
+
+
 def test_letters_leave_when_their_copies_are_made_and_in_their_order() -> None:
     copier = LateCopier()
 
@@ -109,10 +116,10 @@ def test_letters_leave_when_their_copies_are_made_and_in_their_order() -> None:
         for tensor in tensors:
             group.send(tensor, 1, 0)
             tensor.zero_()  # who sends may write to it at once
-        assert group.memory.sender._lanes[1].sent == 0
+        assert sent(group) == 0
         copier.outs[1].make()
         time.sleep(0.05)
-        assert group.memory.sender._lanes[1].sent == 0, "the first is on its way, and the other behind it"
+        assert sent(group) == 0, "the first is on its way, and the other behind it"
         copier.outs[0].make()
 
     run_ranks(2, rank, copiers={0: copier})
@@ -133,7 +140,7 @@ def test_a_tensor_leaves_when_all_of_its_parts_are_copied() -> None:
         copier.outs[0].make()
         group.send(second, 1, 0, RowRange(LARGE, rows[0]))
         time.sleep(0.05)
-        assert group.memory.sender._lanes[1].sent == 0, "one part is still on its way"
+        assert sent(group) == 0, "one part is still on its way"
         copier.outs[1].make()
 
     run_ranks(2, rank, copiers={0: copier})
@@ -220,18 +227,18 @@ def test_ranks_that_all_send_before_they_receive_get_everything(size: int, sizes
 
 
 def test_a_copy_that_fails_ends_the_group_for_everybody() -> None:
-    copier = LateCopier()
+    copier, told = LateCopier(), threading.Event()
 
     def rank(which: int, group: MemoryGroup) -> None:
         if which == 1:
             with pytest.raises(RankLost, match="rank 0 has left the group"):
                 group.receive(LARGE, 0, 0)()
+            told.set()
             return
         group.send(number(0, 0), 1, 0)
         copier.outs[0].failure = "the device is on fire"
         copier.outs[0].make()
-        assert group.memory._gpu_sender is not None
-        group.memory._gpu_sender._thread.join(20)
+        assert told.wait(20)
         with pytest.raises(RankLost, match="the group has been left: the device is on fire"):
             group.send(number(0, 1), 1, 0)
 
@@ -240,18 +247,18 @@ def test_a_copy_that_fails_ends_the_group_for_everybody() -> None:
 
 def test_pages_that_a_driver_knows_stay_until_the_group_is_left() -> None:
     """Also those of a rank that has no accelerator itself, but sends to one."""
-    copier = LateCopier()
+    copier, quota = LateCopier(), SharedMemoryQuota()
 
     def rank(which: int, group: MemoryGroup) -> int:
-        arena = group.memory.sender._arena
         if which == 0:
-            for block in [arena.take(8 << 20) for _ in range(40)]:
-                arena.give(block)
-            for _ in range(3000):
-                arena.give(arena.take(8 << 20))
-        return arena.backed_bytes
+            sender = group.memory.sender
+            for blocks in (40, *[1] * 3000):
+                for block in [sender.take(8 << 20) for _ in range(blocks)]:
+                    block.readers += 1
+                    sender.drop(block)
+        return quota.used_bytes
 
-    assert run_ranks(2, rank, copiers={1: copier})[0] == 40 * (8 << 20)
+    assert run_ranks(2, rank, copiers={1: copier}, quotas={0: quota})[0] == 40 * (8 << 20)
 
 
 def test_only_accelerators_have_a_copier() -> None:

@@ -17,11 +17,14 @@ from torch import Tensor
 from onebox.errors import WireError
 from onebox.wire import DTYPES, TensorSpec, spec_of
 from onebox.worker.comm.api import Finish, RankLost, RowRange
-from onebox.worker.comm.shm.rendezvous import _Card, shm_domain
-from onebox.worker.comm.shm.segment import LEAST_BYTES, supported
-from onebox.worker.comm.shm.sender import region_of
+from onebox.worker.comm.shm.layout import ShmMessage
+from onebox.worker.comm.shm.receiver import ShmReceiver
+from onebox.worker.comm.shm.rendezvous import shm_domain
+from onebox.worker.comm.shm.segment import LEAST_BYTES, SharedMemory, supported
+from onebox.worker.comm.shm.sender import ShmSender, region_of
+from onebox.worker.memory.shared import LENT_STORAGES, SharedMemoryQuota
 from tests.kit import leaks
-from tests.unit.ranks import MemoryGroup, run_ranks
+from tests.unit.ranks import MemoryGroup, memory_card, run_ranks
 
 pytestmark = pytest.mark.skipif(not supported(), reason="groups through shared memory need Linux on x86-64")
 
@@ -209,6 +212,8 @@ def test_nobody_waits_to_send_however_much_is_unread() -> None:
 
 
 def test_what_was_read_is_used_again() -> None:
+    quotas = {number: SharedMemoryQuota() for number in range(2)}
+
     def rank(number: int, group: MemoryGroup) -> int:
         spec = TensorSpec("float32", (1000,))
         for step in range(500):
@@ -218,9 +223,9 @@ def test_what_was_read_is_used_again() -> None:
             else:
                 assert float(group.receive(spec, 0, 0)().tensor[-1]) == step
                 group.send(torch.tensor(True), 0, 0)
-        return group.memory.sender._arena.backed_bytes
+        return quotas[number].used_bytes
 
-    assert max(run_ranks(2, rank)) < 50_000, "a few tensors of 4,000 bytes, and some messages"
+    assert max(run_ranks(2, rank, quotas=quotas)) < 50_000, "a few tensors of 4,000 bytes, and some messages"
 
 
 def test_a_letter_or_sum_that_nobody_waits_for_holds_no_memory() -> None:
@@ -279,13 +284,14 @@ LARGE = TensorSpec("float32", (1 << 16,))
 
 def test_what_was_received_is_the_readers_own_until_it_forgets_it() -> None:
     """However much is sent meanwhile; then its memory is used again."""
+    quota = SharedMemoryQuota()
 
     def rank(number: int, group: MemoryGroup) -> int:
         if number == 0:
             for count in range(60):
                 group.send(torch.full(LARGE.shape, float(count)), 1, 0)
                 group.receive(TensorSpec("bool", ()), 1, 0)()
-            return group.memory.sender._arena.backed_bytes
+            return quota.used_bytes
         kept: list[Tensor] = []
         for count in range(60):
             kept.append(group.receive(LARGE, 0, 0)().tensor)
@@ -298,7 +304,7 @@ def test_what_was_received_is_the_readers_own_until_it_forgets_it() -> None:
             group.send(torch.tensor(True), 0, 0)
         return 0
 
-    assert max(run_ranks(2, rank)) <= 12 * LARGE.size_bytes
+    assert max(run_ranks(2, rank, quotas={0: quota})) <= 12 * LARGE.size_bytes
 
 
 def test_what_was_received_outlasts_its_group_and_is_forgotten_in_any_thread() -> None:
@@ -359,7 +365,8 @@ def test_no_more_than_a_part_of_a_writers_memory_is_lent() -> None:
             kept.append(group.receive(spec, 1, 0)().tensor)
             assert all(tensor[-1] == place for place, tensor in enumerate(kept))
             group.send(torch.tensor(True), 1, 0)
-        return group.memory._inboxes[1]._lent_bytes
+        lent = [tensor for tensor in kept if tensor.untyped_storage()._cdata in LENT_STORAGES]
+        return sum(tensor.nbytes for tensor in lent)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("onebox.worker.comm.shm.segment.SPAN_BYTES", LEAST_BYTES)
@@ -397,8 +404,7 @@ def test_nothing_stays_behind_of_a_group_that_nobody_joins() -> None:
         raise AssertionError("there is no group")
 
     with pytest.MonkeyPatch.context() as patch:
-        card = _Card(shm_domain(), 0, 1, 1 << 26, 3, "ff")
-        cards = {f"memory/{rank}": str(card.signed(b"", 3, rank)).encode() for rank in range(2)}
+        cards = {f"memory/{rank}": memory_card(rank, shm_domain(), process=1, post="ff").encode() for rank in range(2)}
         patch.setattr("tests.unit.ranks.Keys.get", lambda self, key: cards.get(key, b"0,1"))
         with pytest.raises(RankLost, match=r"only ranks \[[01]\] share"):
             run_ranks(2, rank, timeout_s=0.2)
@@ -432,36 +438,36 @@ def test_what_a_rank_published_before_it_left_still_counts() -> None:
     assert run_ranks(2, rank)[0] == 2.0
 
 
-@pytest.mark.parametrize("moment", ["find", "_watch"])
-def test_what_a_rank_sends_at_the_last_moment_still_counts(moment: str) -> None:
+@pytest.mark.parametrize("ends", [False, True])
+def test_what_a_rank_sends_at_the_last_moment_still_counts(ends: bool) -> None:
     """The reader has looked and found nothing; then the other sends and leaves, or ends, before the reader gives up."""
-    looked, left = threading.Event(), threading.Event()
+    spec = TensorSpec("float32", (1,))
+    memory = SharedMemory.make()
+    sender = ShmSender(memory, 2)
+    begun: list[bool] = []
 
-    def rank(number: int, group: MemoryGroup) -> float:
-        if number == 1:
-            assert looked.wait(30)
-            group.send(torch.ones(1), 0, 0)
-            group.close()
-            left.set()
-            return 0.0
-        inbox = group.memory._inboxes[1]
-        original = getattr(inbox, moment)
+    def send() -> None:
+        if not begun:
+            begun.append(True)
+            sender.post(1, 0, sender.write([torch.ones(1)], spec.size_bytes), spec)
 
-        def last_moment(*arguments: int) -> object:
-            found = original(*arguments)
-            if not looked.is_set():
-                looked.set()
-                assert left.wait(30)
-                if moment == "_watch":
-                    raise RankLost("the process is gone")
+    class Receiver(ShmReceiver):
+        def find(self, channel: int, order: int) -> ShmMessage | None:
+            found = super().find(channel, order)
+            if not ends:
+                send()
+                sender.leave()
             return found
 
-        finish = group.receive(TensorSpec("float32", (1,)), 1, 0)
-        setattr(inbox, moment, last_moment)
-        inbox.wait(0, 1)
-        return float(finish().tensor)
+    def watch(rank: int, begin_s: float) -> None:
+        send()
+        raise RankLost("the process is gone")
 
-    assert run_ranks(2, rank)[0] == 1.0
+    receiver = Receiver(memory, 0, 1, watch)
+    expected = receiver.expect(0)
+    receiver.wait(0, 1)
+    expected.wait()
+    assert expected.take().tolist() == [1.0]
 
 
 def test_who_waits_can_be_told_from_another_thread_to_wait_no_longer() -> None:

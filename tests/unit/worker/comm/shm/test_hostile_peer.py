@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable
 
 import pytest
@@ -13,7 +12,18 @@ from onebox.errors import WireError
 from onebox.wire import DTYPES, TensorSpec, overload
 from onebox.wire.protocol.groups import FormGroup
 from onebox.worker.comm.api import RankLost
-from onebox.worker.comm.shm.layout import DIMENSIONS, HEADER, LEFT, NEXT_RETURNED, RETURNED, SENT, lane_start
+from onebox.worker.comm.shm.layout import (
+    CELL_BYTES,
+    DIMENSIONS,
+    FIRST_CELLS,
+    HEADER,
+    LEFT,
+    NEXT_RETURNED,
+    NUMBER,
+    RETURNED,
+    SENT,
+    lane_start,
+)
 from onebox.worker.comm.shm.receiver import ShmReceiver
 from onebox.worker.comm.shm.rendezvous import ShmPeers
 from onebox.worker.comm.shm.segment import SharedMemory, supported
@@ -69,7 +79,7 @@ class Pair:
 )
 def test_no_field_of_a_header_leads_out_of_the_memory(field: int, value: int, spec: TensorSpec) -> None:
     pair = Pair()
-    cell = pair.receiver._cell
+    cell = lane_start(1) + FIRST_CELLS
     pair.post(torch.ones(spec.shape), spec)
     fields = list(HEADER.unpack_from(pair.memory.map, cell))
     fields[field] = value
@@ -107,7 +117,8 @@ def returned(count: int, cell: int | None = None) -> Callable[[Pair], None]:
 
     def write(pair: Pair) -> None:
         if cell is not None:
-            struct.pack_into("=q", pair.memory.map, pair.receiver._tail + NEXT_RETURNED, cell)
+            tail = lane_start(1) + FIRST_CELLS + CELL_BYTES
+            NUMBER.pack_into(pair.memory.map, tail + NEXT_RETURNED, cell)
         pair.memory.words[lane_start(1) // 8 + RETURNED] = count
 
     return write

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 import os
+import socket
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -26,7 +27,7 @@ from onebox.worker.comm.shm.segment import SharedMemory, supported
 from onebox.worker.progress import WorkerProgress
 from tests.kit.leaks import nothing_left
 from tests.unit.programs import HOST
-from tests.unit.ranks import Hub, Keys
+from tests.unit.ranks import Hub, Keys, memory_card
 
 pytestmark = pytest.mark.skipif(not supported(), reason="groups through shared memory need Linux on x86-64")
 
@@ -132,23 +133,21 @@ def test_memory_is_shared_by_workers_of_one_owner_only() -> None:
 @pytest.mark.parametrize("change", ["key", "rank", "group", "inode", "post", "nothing"])
 def test_who_copies_or_changes_what_another_rank_has_said_shares_nothing(change: str) -> None:
     PLACE.name = "a"
-    post = DescriptorExchange()
     keys = Keys()
-    card = rendezvous._Card("a", 0, os.getpid(), 1 << 30, 3, post.name)
-    key, group, number = (b"n" if change == "key" else b"k"), 3 + (change == "group"), 1 + (change == "rank")
-    signed = card.signed(key, group, number)
-    other = {"inode": {"inode": 4}, "post": {"post": "00ff"}}.get(change, {})
-    keys.set("memory/1", str(dataclasses.replace(signed, **other)))
-    keys.set("shares/1", "0,1")
-    form = FormGroup(3, 0, 2, "tcp", "127.0.0.1", 0.2, True)
-    met = find_shm_peers(form, keys, sharing_key=b"k")
-    post._socket.setblocking(False)
-    came = list(post._receive())
-    assert bool(came) == (change == "nothing"), "a descriptor of its memory"
-    assert list(met.memories) == [0]
-    for descriptor in came:
-        os.close(descriptor)
-    post.close()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as post:
+        post.bind("")
+        name = post.getsockname()[1:].hex()
+        key, group, number = (b"n" if change == "key" else b"k"), 3 + (change == "group"), 1 + (change == "rank")
+        card = memory_card(number, "a", process=os.getpid(), post=name, group=group, key=key)
+        card = {"inode": card.replace(":3:", ":4:"), "post": card.replace(name, "00ff")}.get(change, card)
+        keys.set("memory/1", card)
+        keys.set("shares/1", "0,1")
+        form = FormGroup(3, 0, 2, "tcp", "127.0.0.1", 0.2, True)
+        met = find_shm_peers(form, keys, sharing_key=b"k")
+        assert list(met.memories) == [0]
+        with pytest.raises(BlockingIOError) if change != "nothing" else contextlib.nullcontext():
+            _, (descriptor,), _, _ = socket.recv_fds(post, 1, 2)  # of its memory
+            os.close(descriptor)
 
 
 def test_what_goes_through_memory_does_not_wait_for_what_goes_through_sockets() -> None:
@@ -173,9 +172,15 @@ def test_ranks_that_cannot_hand_over_memory_use_sockets_and_say_so(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As if one of them were in a box that others' sockets cannot be seen from: only one of the two gets something."""
-    send = DescriptorExchange._send
+    send = socket.socket.sendmsg
+
+    def sendmsg(self: socket.socket, *arguments: Any) -> int:
+        if self.family == socket.AF_UNIX and PLACE.name == "b":
+            raise ConnectionRefusedError
+        return send(self, *arguments)
+
     monkeypatch.setattr(rendezvous, "PATIENCE_S", 0.3)
-    monkeypatch.setattr(DescriptorExchange, "_send", lambda self, *what: PLACE.name != "b" and send(self, *what))
+    monkeypatch.setattr(socket.socket, "sendmsg", sendmsg)
     monkeypatch.setattr(rendezvous, "shm_domain", lambda: "a")
 
     def rank(number: int, group: WorkerGroup) -> Joined:
@@ -190,7 +195,7 @@ def test_ranks_that_cannot_hand_over_memory_use_sockets_and_say_so(
 
 
 @pytest.mark.parametrize(
-    ("said", "complaint"),
+    ("text", "complaint"),
     [
         (b"nonsense", "is named b'nonsense'"),
         (b"place:1:1:2:3:zz:", "is named"),
@@ -200,10 +205,10 @@ def test_ranks_that_cannot_hand_over_memory_use_sockets_and_say_so(
         (b"\xff", "is named"),
     ],
 )
-def test_what_is_no_card_is_refused(said: bytes, complaint: str) -> None:
+def test_what_is_no_card_is_refused(text: bytes, complaint: str) -> None:
     PLACE.name = "a"
     keys = Keys()
-    keys._values["memory/1"] = said
+    keys.values["memory/1"] = text
     with pytest.raises(WireError, match=complaint):
         find_shm_peers(FormGroup(3, 0, 2, "tcp", "127.0.0.1", 1.0, True), keys)
 
@@ -213,7 +218,7 @@ def test_a_rank_whose_process_has_ended_is_lost() -> None:
     pid = os.posix_spawn("/bin/true", ["true"], {})
     os.waitpid(pid, 0)
     keys = Keys()
-    keys.set("memory/1", str(rendezvous._Card("a", 0, pid, 1 << 30, 3, "ff").signed(b"", 3, 1)))
+    keys.set("memory/1", memory_card(1, "a", process=pid, post="ff"))
     with pytest.raises(RankLost, match=f"process {pid} has ended"):
         find_shm_peers(FormGroup(3, 0, 2, "tcp", "127.0.0.1", 1.0, True), keys)
 
@@ -244,7 +249,7 @@ def test_a_place_is_the_same_for_all_processes_of_it() -> None:
         os.write(writing, shm_domain().encode())
         os._exit(0)
     os.close(writing)
-    with os.fdopen(reading) as said:
-        assert said.read() == shm_domain()
+    with os.fdopen(reading) as child_output:
+        assert child_output.read() == shm_domain()
     os.waitpid(child, 0)
     assert len(shm_domain()) == 32

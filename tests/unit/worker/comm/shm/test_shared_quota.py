@@ -207,17 +207,29 @@ def test_memory_may_be_freed_by_a_finalizer_at_any_place() -> None:
     """A collection of garbage may begin wherever an object is made, also by the thread that has the quota's lock."""
     quota = limited()
 
-    class Groups(list[Any]):
-        def append(self, blocks: Any) -> None:
-            quota.charge(-MIB)
-            super().append(blocks)
+    class Blocks:
+        """Blocks of a group, by the comparison of which some memory is freed, while the quota looks for them."""
+
+        __hash__ = object.__hash__
+
+        def __eq__(self, other: object) -> bool:
+            if quota.used_bytes > MIB:
+                quota.charge(-MIB)
+            return self is other
+
+        def reclaim(self) -> None: ...
+
+        def settle(self) -> bool:
+            return True
 
     quota.charge(2 * MIB)
-    quota._groups = Groups()
-    entering = threading.Thread(target=lambda: quota.enter(object()), daemon=True)  # type: ignore[arg-type]
-    entering.start()
-    entering.join(10)
-    assert not entering.is_alive() and quota.used_bytes == MIB
+    first, second = Blocks(), Blocks()
+    for blocks in (first, second):
+        quota.enter(blocks)
+    leaving = threading.Thread(target=lambda: quota.leave(second), daemon=True)
+    leaving.start()
+    leaving.join(10)
+    assert not leaving.is_alive() and quota.used_bytes == MIB
 
 
 @pytest.mark.parametrize("elsewhere", [False, True])
