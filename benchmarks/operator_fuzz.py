@@ -188,7 +188,7 @@ class Eager:
 
     def first(self, call: Call, tensors: Sequence[Tensor], round_: int) -> list[Any]:
         """Run a call whose results are not known."""
-        kernel, floats = _kernel(call, (), holes=bool(round_ & 1))
+        kernel, floats = kernel_of(call, (), holes=bool(round_ & 1))
         inputs = self._put(tensors)
         try:
             self._outs = None
@@ -210,7 +210,7 @@ class Eager:
         outs = self._outs
         if outs is None or round_ % 3 == 0:
             return self.first(call, tensors, round_)
-        kernel, floats = _kernel(call, outs, holes=bool(round_ & 1))
+        kernel, floats = kernel_of(call, outs, holes=bool(round_ & 1))
         inputs = self._put(tensors)
         kept = [place for place, out in enumerate(outs) if out is not None]
         numbers = tuple(range(_FIRST, _FIRST + len(kept)))
@@ -236,7 +236,7 @@ class Eager:
         """Run the kernel of a call with the same constants, whose results are not held to what a client expects."""
         if self._known != (call.name, round_):
             self._known = None
-            spec, self._floats = _kernel(call, (), holes=bool(round_ & 1))
+            spec, self._floats = kernel_of(call, (), holes=bool(round_ & 1))
             self._kernel = CompiledKernel(spec, _CPU, self._executor.generator)
             self._known = call.name, round_
         kernel = self._kernel
@@ -250,7 +250,7 @@ class Eager:
         return tuple(range(1, len(tensors) + 1))
 
 
-def _kernel(call: Call, outs: Sequence[Strided | None], *, holes: bool) -> tuple[KernelSpec, tuple[float, ...]]:
+def kernel_of(call: Call, outs: Sequence[Strided | None], *, holes: bool) -> tuple[KernelSpec, tuple[float, ...]]:
     """Return the kernel of a call, and its numbers if they come with the call."""
     floats: list[float] = []
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import os
 import sys
 
@@ -15,6 +14,7 @@ from hypothesis import strategies as st
 
 from onebox.errors import WireError
 from onebox.wire import Codec, compression, pack, unpack
+from tests.kit.fresh import fresh
 
 EACH = pytest.mark.parametrize("codec", ["lz4", "zstd"])
 
@@ -93,10 +93,7 @@ def test_without_the_libraries_nothing_is_packed(
 ) -> None:
     for name in missing:
         monkeypatch.setitem(sys.modules, name, None)
-    spec = importlib.util.find_spec(compression.__name__)
-    assert spec is not None and spec.loader is not None
-    fresh = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(fresh)
-    assert fresh.codecs() == there
+    made = fresh(compression)
+    assert made.codecs() == there
     with pytest.raises(WireError, match=says):
-        fresh.unpack(says.split("'")[1], b"abc", 3)
+        made.unpack(says.split("'")[1], b"abc", 3)

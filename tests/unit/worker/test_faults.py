@@ -40,10 +40,8 @@ def test_a_fault_counts_instructions_of_its_kind() -> None:
     ]
 
 
-def test_without_faults_nothing_is_counted() -> None:
-    injector = FaultInjector()
-    assert happen(injector, *["call"] * 100) == ["nothing"] * 100
-    assert not injector._seen
+def test_without_faults_nothing_happens() -> None:
+    assert happen(FaultInjector(), *["call"] * 100) == ["nothing"] * 100
 
 
 @pytest.mark.parametrize(("kind", "expected"), [("kill", signal.SIGKILL), ("stop", signal.SIGSTOP)])

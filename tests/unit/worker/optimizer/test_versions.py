@@ -18,6 +18,7 @@ from onebox.wire.protocol.responses import Delays, OptimizerState
 from onebox.worker.memory.buffers import Poisoned
 from onebox.worker.optimizer import delay_compensation
 from tests.unit.machines import Rig, define, elementwise
+from tests.unit.programs import HOST
 
 F64 = TensorSpec("float64", (2, 2))
 RELU = elementwise("aten.relu.default", F64)
@@ -604,7 +605,7 @@ def test_copies_of_a_gpus_parameters_are_stepped_where_these_come_to_lie(
     monkeypatch.setattr(
         NativeOptimizer,
         "_copies",
-        lambda own, parameters: HostParameters(parameters, own._accelerator, run_bytes=BYTES),
+        lambda optimizer, parameters: HostParameters(parameters, HOST, run_bytes=BYTES),
     )
     copied = rig_with("AdamW", delay, host=True)
     for rig in (plain, copied):

@@ -28,7 +28,6 @@ from onebox.wire import (
 from onebox.wire.protocol.instructions import Ask, Call, Free, Get
 from onebox.wire.protocol.requests import Envelope, Instruction, Put, Shutdown
 from onebox.wire.protocol.responses import Hello, Left, Reply
-from onebox.wire.reliable import Reliable
 from onebox.worker import WorkerConfig
 from onebox.worker.process import main
 from onebox.worker.process.main import WorkerServer
@@ -64,11 +63,6 @@ class Client:
         self.sent: list[list[Any]] = []
         self.lossy = False
         self.number = 0
-
-    @property
-    def reliable(self) -> Reliable:
-        assert self.link._reliable is not None
-        return self.link._reliable
 
     def tell(self, *instructions: Instruction, frames: Sequence[Any] = (), answer: bool = False) -> int:
         self.number += 1
@@ -129,7 +123,7 @@ def test_what_is_told_is_done_and_answered(client: Client) -> None:
 
 def test_a_worker_acknowledges_although_it_has_nothing_to_say(client: Client) -> None:
     client.tell(put(1), frames=[FRAME])
-    client.until(lambda: client.reliable.sender.under_way == (0, 0))
+    client.until(lambda: client.link.progress == (1, 1))
 
 
 def test_what_is_lost_is_sent_again_and_done_in_order(client: Client) -> None:

@@ -194,7 +194,7 @@ def test_mutations_use_all_the_tensors_that_they_bring(seed: int) -> None:
     base = [random_call("aten.cat.default", rng), random_call("aten.addmm.default", rng)]
     for _ in range(200):
         call = mutate(base, rng)
-        kernel, _ = operator_fuzz._kernel(call, (), holes=False)
+        kernel, _ = operator_fuzz.kernel_of(call, (), holes=False)
         used = set()
         for value in (*kernel.args, *kernel.kwargs.values()):
             for item in getattr(value, "items", (value,)) if not isinstance(value, str) else ():
