@@ -29,7 +29,8 @@ from tests.kit.reference import assert_same
 from tests.net.fleet import GRACE_S, MACHINES, Fleet
 from tests.net.hosts import Network
 from tests.net.training import alone, batch, outcome, parts, plans
-from tests.unit.worker.comm.tcp.meshes import WITHIN_S, Ends, Store, closing, connect_mesh
+from tests.unit.ranks import Keys
+from tests.unit.worker.comm.tcp.meshes import WITHIN_S, Ends, closing, connect_mesh
 
 DELAY_S = 0.04
 RATE_BPS = 100_000_000
@@ -134,7 +135,7 @@ def narrow(network: Network, names: Iterable[str], size_bytes: int = WINDOW_BYTE
 
 def passed_on(network: Network, size_bytes: int) -> Passed:
     """Send so many bytes, which have to arrive as they are, from one rank to the other."""
-    store, hosts = Store(), list(network.hosts.values())
+    store, hosts = Keys(), list(network.hosts.values())
 
     def connect(rank: int) -> dict[int, Ends]:
         with hosts[rank].inside():

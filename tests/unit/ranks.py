@@ -26,10 +26,11 @@ from tests.unit.programs import HOST
 
 
 class Keys:
-    """A key-value store of threads."""
+    """A key-value store of threads, whose group a test may dissolve."""
 
-    def __init__(self, timeout_s: float = 30.0) -> None:
-        self.values: dict[str, bytes] = {}
+    def __init__(self, values: Mapping[str, str] | None = None, timeout_s: float = 30.0) -> None:
+        self.values = {key: value.encode() for key, value in (values or {}).items()}
+        self.dissolved = False
         self._changed = threading.Condition()
         self._timeout_s = timeout_s
 
@@ -49,6 +50,12 @@ class Keys:
     def multi_get(self, keys: list[str]) -> list[bytes]:
         """Return the values of keys, waiting for them."""
         return [self.get(key) for key in keys]
+
+    def check(self, keys: list[str]) -> bool:
+        """Fail once the group is dissolved."""
+        if self.dissolved:
+            raise RankLost("another worker has left the group")
+        return True
 
 
 def memory_card(
@@ -128,6 +135,25 @@ class MemoryGroup(CarriedGroup):
 Rank = Callable[[int, Any], Any]
 
 
+def in_threads(size: int, one: Callable[[int], Any]) -> list[Any]:
+    """Call a function with the number of each rank, in threads, and return what each returns."""
+    with ThreadPoolExecutor(size) as threads:
+        return [future.result(60) for future in [threads.submit(one, number) for number in range(size)]]
+
+
+def in_group(group: Any, rank: Callable[[Any], Any], done: threading.Barrier) -> Any:
+    """Call a function with a group, and leave it when all ranks are done."""
+    try:
+        found = rank(group)
+        done.wait(30)  # one that leaves would be missed by those that have not met it
+        return found
+    except BaseException:
+        done.abort()
+        raise
+    finally:
+        group.close()
+
+
 def run_ranks(
     size: int,
     rank: Rank,
@@ -170,6 +196,4 @@ def run_ranks(
         finally:
             group.close()
 
-    with ThreadPoolExecutor(size) as threads:
-        futures = [threads.submit(one, number) for number in range(size)]
-        return [future.result(60) for future in futures]
+    return in_threads(size, one)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -23,7 +22,7 @@ from onebox.worker.comm.shm.descriptors import DescriptorExchange
 from onebox.worker.comm.shm.segment import supported
 from onebox.worker.progress import WorkerProgress
 from tests.unit.programs import HOST
-from tests.unit.ranks import Hub
+from tests.unit.ranks import Hub, in_group, in_threads
 
 pytestmark = pytest.mark.skipif(not supported(), reason="groups through shared memory need Linux on x86-64")
 
@@ -38,18 +37,9 @@ def run(hosts: str, rank: Callable[[WorkerGroup], Any], *, timeout_s: float = 20
         form = FormGroup(3, number, len(hosts), "tls", HERE, timeout_s, True)
         key = hosts[number].encode() * 32  # memory is shared by workers of one owner only
         group = form_group(form, hub.channel(number), HOST, WorkerProgress(), sharing_key=key)
-        try:
-            found = rank(group)
-            done.wait(WITHIN_S)  # one that leaves would be missed by those that have not met it
-            return found
-        except BaseException:
-            done.abort()
-            raise
-        finally:
-            group.close()
+        return in_group(group, rank, done)
 
-    with ThreadPoolExecutor(len(hosts)) as threads:
-        return [future.result(60) for future in [threads.submit(one, number) for number in range(len(hosts))]]
+    return in_threads(len(hosts), one)
 
 
 def splits(size: int) -> Iterator[str]:

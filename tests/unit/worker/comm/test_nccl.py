@@ -459,16 +459,22 @@ def test_nine_gpus_all_reach_each_other() -> None:
     assert len(set(nccl.directions(9))) == 9 * 8
 
 
+def joined_rig(library: ModelledNccl, hub: Hub, number: int, accelerator: Accelerator | None = None) -> Rig:
+    """Return a machine that is one rank's of a hub, and of a GPU of its own."""
+    library.here.gpu = number
+    rig = Rig() if accelerator is None else Rig(device=ComputeDevice("cuda:0", 1, accelerator=accelerator))
+    channel = OwnedChannel(hub, number)
+    for name in ("send_to_client", "await_ticket", "new_ticket"):
+        setattr(rig, name, getattr(channel, name))
+    return rig
+
+
 def test_a_value_that_is_read_after_an_interruption_is_an_error(library: ModelledNccl, ended: list[str]) -> None:
     """The wait for the device ends with whatever is in its memory."""
     hub, formed = Hub(), threading.Barrier(2)
 
     def one(number: int) -> None:
-        library.here.gpu = number
-        rig = Rig()
-        channel = OwnedChannel(hub, number)
-        for name in ("send_to_client", "await_ticket", "new_ticket"):
-            setattr(rig, name, getattr(channel, name))
+        rig = joined_rig(library, hub, number)
         rig.put(b1=torch.ones(1))
         rig.do(FormGroup(3, number, 2, "tcp", "127.0.0.1", 120.0, nccl=(0, 1)))
         assert rig.get(1).tolist() == [1]
@@ -492,11 +498,7 @@ def test_what_was_computed_from_an_aborted_receive_is_void(library: ModelledNccl
     add, mul_ = define_kernels()
 
     def rig_of(number: int) -> Rig:
-        library.here.gpu = number
-        rig = Rig(device=ComputeDevice("cuda:0", 1, accelerator=LateDevice()))
-        channel = OwnedChannel(hub, number)
-        for name in ("send_to_client", "await_ticket", "new_ticket"):
-            setattr(rig, name, getattr(channel, name))
+        rig = joined_rig(library, hub, number, LateDevice())
         rig.put(b1=torch.ones(1), b2=torch.ones(1), b3=torch.ones(1))
         rig.do(add, mul_, FormGroup(3, number, 2, "tcp", "127.0.0.1", 120.0, nccl=(0, 1)))
         return rig
@@ -539,11 +541,7 @@ def test_what_was_computed_from_tensors_that_have_come_keeps_its_values(
     add, _ = define_kernels()
 
     def one(number: int) -> None:
-        library.here.gpu = number
-        rig = Rig(device=ComputeDevice("cuda:0", 1, accelerator=LateDevice()))
-        channel = OwnedChannel(hub, number)
-        for name in ("send_to_client", "await_ticket", "new_ticket"):
-            setattr(rig, name, getattr(channel, name))
+        rig = joined_rig(library, hub, number, LateDevice())
         rig.put(b1=torch.ones(1))
         rig.do(add, FormGroup(3, number, 2, "tcp", "127.0.0.1", 120.0, nccl=(0, 1)))
         if number:

@@ -7,7 +7,6 @@ import os
 import socket
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -27,7 +26,7 @@ from onebox.worker.comm.shm.segment import SharedMemory, supported
 from onebox.worker.progress import WorkerProgress
 from tests.kit.leaks import nothing_left
 from tests.unit.programs import HOST
-from tests.unit.ranks import Hub, Keys, memory_card
+from tests.unit.ranks import Hub, Keys, in_threads, memory_card
 
 pytestmark = pytest.mark.skipif(not supported(), reason="groups through shared memory need Linux on x86-64")
 
@@ -55,8 +54,7 @@ def run(places: str, rank: Callable[[int, WorkerGroup], Any], *, owners: str = "
         finally:
             group.close()
 
-    with ThreadPoolExecutor(len(places)) as threads:
-        return [future.result(60) for future in [threads.submit(one, number) for number in range(len(places))]]
+    return in_threads(len(places), one)
 
 
 def part(sender: int, receiver: int, order: int) -> Tensor:

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
-from onebox.worker.comm.api import RankLost
 from onebox.worker.comm.certificate import Certificate, new_certificate
 from onebox.worker.comm.tcp.connection import TcpConnection
 from onebox.worker.comm.tcp.mesh import CONNECT_S, Mesh
@@ -20,20 +19,6 @@ from tests.unit.ranks import Keys
 WITHIN_S = 30.0
 HERE = "127.0.0.1"
 SECRET = b"s" * 32
-
-
-class Store(Keys):
-    """A store of threads whose group is dissolved by a test."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.dissolved = False
-
-    def check(self, keys: list[str]) -> bool:
-        """Fail once the group is dissolved."""
-        if self.dissolved:
-            raise RankLost("another worker has left the group")
-        return True
 
 
 class Ends(NamedTuple):
@@ -49,7 +34,7 @@ class Ends(NamedTuple):
 
 
 def connect_mesh(
-    rank: int, size: int, address: str, store: Store, *, connect_s: float = CONNECT_S, **options: Any
+    rank: int, size: int, address: str, store: Keys, *, connect_s: float = CONNECT_S, **options: Any
 ) -> dict[int, Ends]:
     """Connect to all other ranks, and wait for them; nothing listens any more then."""
     incoming: dict[int, tuple[TcpConnection, ...]] = {}
@@ -85,20 +70,20 @@ def announced(host: str, port: int, certificate: Certificate | None = None, secr
     return f"{host} {port} {secret.hex()} {(certificate or new_certificate()).der.hex()}"
 
 
-def call(store: Store, rank: int, caller: int) -> bytes:
+def call(store: Keys, rank: int, caller: int) -> bytes:
     """Return the bytes with which a rank calls another one, by its first and only connection."""
     secret = bytes.fromhex(store.get(f"tcp/{rank}").decode().split(" ")[2])
     said = struct.pack("<4sIBB", b"call", caller, 0, 1)
     return said + hmac.digest(secret, b"calls" + said, "sha256")
 
 
-def where(store: Store, rank: int) -> tuple[str, int]:
+def where(store: Keys, rank: int) -> tuple[str, int]:
     """Return where a rank listens."""
     host, port, *_ = store.get(f"tcp/{rank}").decode().split(" ")
     return host, int(port)
 
 
-def reach(store: Store, rank: int) -> socket.socket:
+def reach(store: Keys, rank: int) -> socket.socket:
     """Connect to a rank as soon as it listens."""
 
     def connected() -> socket.socket | None:

@@ -25,38 +25,29 @@ from onebox.worker.comm.tcp.messages import WINDOW_BYTES, MessageHeader
 from onebox.worker.progress import WorkerProgress
 from tests.kit.waiting import until
 from tests.unit.programs import HOST
-from tests.unit.worker.comm.tcp.meshes import HERE, WITHIN_S, Ends, Store, announced, closing, connect_mesh
+from tests.unit.ranks import Keys, in_group, in_threads
+from tests.unit.worker.comm.tcp.meshes import HERE, WITHIN_S, Ends, announced, closing, connect_mesh
 
 FLOAT = TensorSpec("float32", (4,))
 
 
-def tcp_group(form: FormGroup, store: Store) -> CarriedGroup:
+def tcp_group(form: FormGroup, store: Keys) -> CarriedGroup:
     """Join a group all of whose ranks are reached by TCP."""
     progress = WorkerProgress()
     return CarriedGroup(form, [TcpCarrier(form, store, HOST, progress, HERE, encrypted=True)], HOST, progress)
 
 
 def run(
-    size: int, rank: Callable[[CarriedGroup], Any], *, store: Store | None = None, timeout_s: float = 20.0
+    size: int, rank: Callable[[CarriedGroup], Any], *, store: Keys | None = None, timeout_s: float = 20.0
 ) -> list[Any]:
     """Form a group of threads, and run a function in each."""
-    store, done = store or Store(), threading.Barrier(size)
+    store, done = store or Keys(), threading.Barrier(size)
 
     def one(number: int) -> Any:
         form = FormGroup(3, number, size, "tls", HERE, 20.0)
-        group = tcp_group(form, store)
-        try:
-            found = rank(group)
-            done.wait(WITHIN_S)  # one that leaves would be missed by those that have not met it
-            return found
-        except BaseException:
-            done.abort()
-            raise
-        finally:
-            group.close()
+        return in_group(tcp_group(form, store), rank, done)
 
-    with ThreadPoolExecutor(size) as threads:
-        return [future.result(60) for future in [threads.submit(one, number) for number in range(size)]]
+    return in_threads(size, one)
 
 
 def test_a_sum_goes_on_whatever_ranks_do_before_they_wait_for_it() -> None:
@@ -101,7 +92,7 @@ def test_a_large_group_connects_those_that_exchange_something(monkeypatch: pytes
 
 def test_a_wait_for_one_that_left_without_a_connection_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tcp_carrier, "FEW_RANKS", 1)
-    store = Store()
+    store = Keys()
 
     def rank(group: CarriedGroup) -> None:
         if group.rank == 0:
@@ -151,7 +142,7 @@ def test_a_wait_that_is_given_up_ends_and_nothing_more_is_sent() -> None:
 def beside_a_peer(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[CarriedGroup, Ends]]:
     """A group of two, and the connections of its rank 1, which is the test."""
     monkeypatch.setattr(tcp_carrier, "FEW_RANKS", 1)
-    store = Store()
+    store = Keys()
     with ThreadPoolExecutor(1) as threads:
         peer = threads.submit(connect_mesh, 1, 2, HERE, store)
         form = FormGroup(3, 0, 2, "tls", HERE, 20.0)
@@ -231,7 +222,7 @@ def test_a_peer_that_cannot_be_reached_is_named_to_who_looks(monkeypatch: pytest
     monkeypatch.setattr(tcp_carrier, "FEW_RANKS", 1)
     connect = tcp_carrier.Mesh.connect
     monkeypatch.setattr(tcp_carrier.Mesh, "connect", lambda self, rank: connect(self, rank, 0.1))
-    store = Store()
+    store = Keys()
     store.set("tcp/1", announced(HERE, 9))
     group = tcp_group(FormGroup(3, 0, 2, "tls", HERE, 20.0), store)
     try:

@@ -20,11 +20,11 @@ from onebox.worker.comm.certificate import Certificate, new_certificate, public_
 from onebox.worker.comm.tcp import mesh
 from onebox.worker.comm.tcp.connection import TcpConnection
 from tests.kit.waiting import until
+from tests.unit.ranks import Keys
 from tests.unit.worker.comm.tcp.meshes import (
     HERE,
     WITHIN_S,
     Ends,
-    Store,
     announced,
     call,
     closing,
@@ -37,8 +37,8 @@ from tests.unit.worker.comm.tcp.meshes import (
 
 
 @pytest.fixture
-def store() -> Store:
-    return Store()
+def store() -> Keys:
+    return Keys()
 
 
 @pytest.fixture
@@ -47,10 +47,10 @@ def ranks() -> Iterator[ThreadPoolExecutor]:
         yield threads
 
 
-class SlowStore(Store):
+class SlowStore(Keys):
     """The store of a rank that has announced itself, and goes on when it is let."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Keys) -> None:
         super().__init__()
         self.go_on = threading.Event()
         self._store = store
@@ -85,7 +85,7 @@ def test_a_certificate_does_not_show_its_secret() -> None:
     assert "PRIVATE" not in repr(new_certificate())
 
 
-def test_all_ranks_reach_each_other_and_nothing_listens_afterwards(store: Store, ranks: ThreadPoolExecutor) -> None:
+def test_all_ranks_reach_each_other_and_nothing_listens_afterwards(store: Keys, ranks: ThreadPoolExecutor) -> None:
     meshes = [each.result(WITHIN_S) for each in [ranks.submit(connect_mesh, rank, 4, HERE, store) for rank in range(4)]]
     for one in range(4):
         for other in range(one):
@@ -98,7 +98,7 @@ def test_all_ranks_reach_each_other_and_nothing_listens_afterwards(store: Store,
 
 
 def test_a_connection_that_is_made_as_the_mesh_is_closed_is_not_lost(
-    store: Store, ranks: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+    store: Keys, ranks: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     came: list[tuple[TcpConnection, ...]] = []
 
@@ -123,7 +123,7 @@ def test_a_connection_that_is_made_as_the_mesh_is_closed_is_not_lost(
 
 
 def test_a_host_that_refuses_further_connections_has_one(
-    store: Store, ranks: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+    store: Keys, ranks: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a firewall does that limits the connections of one address."""
     connect, made = socket.create_connection, dict[int, socket.socket]()
@@ -146,7 +146,7 @@ def test_a_host_that_refuses_further_connections_has_one(
 
 
 def test_idle_and_talking_strangers_are_closed_and_hold_up_nobody(
-    store: Store, ranks: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+    store: Keys, ranks: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(mesh, "HANDSHAKE_S", 1.0)
     slow = SlowStore(store)
@@ -168,7 +168,7 @@ def test_idle_and_talking_strangers_are_closed_and_hold_up_nobody(
 
 
 def test_strangers_are_closed_while_the_group_waits(
-    store: Store, ranks: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+    store: Keys, ranks: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(mesh, "HANDSHAKE_S", 0.5)
     monkeypatch.setattr(mesh, "_PENDING", 4)
@@ -184,7 +184,7 @@ def test_strangers_are_closed_while_the_group_waits(
             first.result(WITHIN_S)
 
 
-def test_a_stranger_who_resets_the_connection_at_once_harms_nobody(store: Store, ranks: ThreadPoolExecutor) -> None:
+def test_a_stranger_who_resets_the_connection_at_once_harms_nobody(store: Keys, ranks: ThreadPoolExecutor) -> None:
     slow = SlowStore(store)
     first, second = (ranks.submit(connect_mesh, rank, 2, HERE, each) for rank, each in enumerate((store, slow)))
     for _ in range(50):
@@ -212,7 +212,7 @@ def client(certificate: Certificate | None) -> ssl.SSLContext:
 
 
 @pytest.mark.parametrize("key", [True, False], ids=["another key", "no key"])
-def test_who_has_no_key_of_the_group_is_refused(store: Store, ranks: ThreadPoolExecutor, key: bool) -> None:
+def test_who_has_no_key_of_the_group_is_refused(store: Keys, ranks: ThreadPoolExecutor, key: bool) -> None:
     expected = new_certificate()
     store.set("tcp/1", announced(HERE, 9, expected))
     first = ranks.submit(connect_mesh, 0, 2, HERE, store)
@@ -234,7 +234,7 @@ def test_who_has_no_key_of_the_group_is_refused(store: Store, ranks: ThreadPoolE
         first.result(WITHIN_S)
 
 
-def test_a_listener_with_another_key_than_announced_gets_nothing(store: Store, ranks: ThreadPoolExecutor) -> None:
+def test_a_listener_with_another_key_than_announced_gets_nothing(store: Keys, ranks: ThreadPoolExecutor) -> None:
     """Somebody on the way who answers in the place of a rank."""
     impostor = new_certificate()
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -259,9 +259,9 @@ def test_a_listener_with_another_key_than_announced_gets_nothing(store: Store, r
     assert not any(received)
 
 
-def test_the_members_of_a_group_cannot_stand_for_each_other(store: Store, ranks: ThreadPoolExecutor) -> None:
+def test_the_members_of_a_group_cannot_stand_for_each_other(store: Keys, ranks: ThreadPoolExecutor) -> None:
     """The address of rank 1 leads to rank 2."""
-    genuine = Store()
+    genuine = Keys()
     meshes = [ranks.submit(connect_mesh, rank, 3, HERE, genuine) for rank in (1, 2)]
     host, port = where(genuine, 2)
     store.set("tcp/1", " ".join([host, str(port), *genuine.get("tcp/1").decode().split(" ")[2:]]))
@@ -284,7 +284,7 @@ def test_the_members_of_a_group_cannot_stand_for_each_other(store: Store, ranks:
 
 
 def test_a_rank_that_cannot_be_reached_is_named_with_its_address_and_port(
-    store: Store, ranks: ThreadPoolExecutor
+    store: Keys, ranks: ThreadPoolExecutor
 ) -> None:
     with socket.create_server((HERE, 0)) as free:
         port = free.getsockname()[1]
@@ -305,13 +305,13 @@ def test_a_rank_that_cannot_be_reached_is_named_with_its_address_and_port(
         f"::1 1 {'00' * 32} ",
     ],
 )
-def test_what_a_rank_says_of_itself_is_checked(store: Store, value: str) -> None:
+def test_what_a_rank_says_of_itself_is_checked(store: Keys, value: str) -> None:
     store.set("tcp/1", value)
     with pytest.raises(WireError, match="does not say where it listens"):
         connect_mesh(0, 2, HERE, store)
 
 
-def test_one_key_is_not_that_of_two_ranks(store: Store) -> None:
+def test_one_key_is_not_that_of_two_ranks(store: Keys) -> None:
     taken = announced(HERE, 9)
     store.set("tcp/1", taken)
     store.set("tcp/2", taken)
@@ -320,7 +320,7 @@ def test_one_key_is_not_that_of_two_ranks(store: Store) -> None:
 
 
 def test_what_is_on_the_wire_is_not_what_is_sent_and_a_change_is_noticed(
-    store: Store, ranks: ThreadPoolExecutor
+    store: Keys, ranks: ThreadPoolExecutor
 ) -> None:
     """A relay in the place of rank 0's listener sees, and may change, all that goes to it."""
     pattern, seen = b"a tensor's bytes" * 64, bytearray()
@@ -330,7 +330,7 @@ def test_what_is_on_the_wire_is_not_what_is_sent_and_a_change_is_noticed(
         seen.extend(data)
         data[-1] ^= changing.is_set()
 
-    genuine = Store()
+    genuine = Keys()
     first = ranks.submit(connect_mesh, 0, 2, HERE, genuine)
     rest = genuine.get("tcp/0").decode().split(" ")[2:]
     with socket.create_server((HERE, 0)) as listener:

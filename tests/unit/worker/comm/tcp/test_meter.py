@@ -11,8 +11,9 @@ import pytest
 from onebox.wire.protocol.responses import GroupTraffic
 from onebox.worker.comm.tcp.meter import HELD_BACK, JUDGED_TRIPS, LinkMeters, UsedConnections, _Counters
 from tests.kit.waiting import until
+from tests.unit.ranks import Keys
 from tests.unit.worker.comm.tcp import meshes
-from tests.unit.worker.comm.tcp.meshes import HERE, WITHIN_S, Ends, Store, connect_mesh
+from tests.unit.worker.comm.tcp.meshes import HERE, WITHIN_S, Ends, connect_mesh
 
 MESSAGE = bytes(1 << 20)
 PAUSE_S, PAUSES = 0.02, 10
@@ -21,7 +22,7 @@ PAUSE_S, PAUSES = 0.02, 10
 @pytest.fixture
 def ends() -> Iterator[tuple[Ends, Ends]]:
     """Connections of ranks 0 and 1 with each other."""
-    store = Store()
+    store = Keys()
     with ThreadPoolExecutor(2) as threads:
         one, other = threads.map(lambda rank: connect_mesh(rank, 2, HERE, store), range(2))
     with meshes.closing(one, other):

@@ -24,11 +24,11 @@ from onebox.wire.group_listener import (
 from onebox.worker.comm.api import RankLost
 from onebox.worker.comm.tcp import mesh
 from onebox.worker.comm.tcp.mesh import GroupNetwork
+from tests.unit.ranks import Keys
 from tests.unit.worker.comm.tcp.meshes import (
     HERE,
     WITHIN_S,
     Ends,
-    Store,
     announced,
     closing,
     connect_mesh,
@@ -49,7 +49,7 @@ class Client:
         other: Another rank to which those are connected that ask for the last one.
     """
 
-    def __init__(self, store: Store, other: int | None = None) -> None:
+    def __init__(self, store: Keys, other: int | None = None) -> None:
         self.relay = Relay()
         self.requests: list[tuple[int, int]] = []
         self.store = store
@@ -87,12 +87,12 @@ def ranks() -> Iterator[ThreadPoolExecutor]:
 
 @pytest.fixture
 def client() -> Iterator[Client]:
-    made = Client(Store())
+    made = Client(Keys())
     yield made
     made.relay.close()
 
 
-def port(store: Store, rank: int) -> int:
+def port(store: Keys, rank: int) -> int:
     """Return the port at which a rank says that it listens."""
     return decode_listener(rank, store.get(listener_key(rank)), encrypted=True).port
 
@@ -160,7 +160,7 @@ def test_a_host_without_a_way_is_known_to_later_groups_until_there_is_one(
     networks = [GroupNetwork(), GroupNetwork()]
     for direct_s, address, requests in ((0.2, NOBODY, 1), (1000.0, NOBODY, 1), (0.2, HERE, 0)):
         monkeypatch.setattr(mesh, "DIRECT_S", direct_s)
-        client = Client(Store())
+        client = Client(Keys())
         with contextlib.closing(client.relay), closing(*formed(ranks, client, (HERE, address), networks)):
             assert len(client.requests) == requests
         assert networks[0].unreachable == ({NOBODY} if requests else set()) or address == HERE
@@ -170,7 +170,7 @@ def test_a_host_without_a_way_is_known_to_later_groups_until_there_is_one(
 def test_the_client_cannot_connect_a_worker_with_another_one_than_its_peer(ranks: ThreadPoolExecutor) -> None:
     """The client, or whoever has its place, is not trusted with the peer's identity."""
 
-    store, addresses = Store(), (HERE, HERE, NOBODY)
+    store, addresses = Keys(), (HERE, HERE, NOBODY)
     client = Client(store, other=1)
 
     def one(rank: int) -> dict[int, Ends]:
@@ -186,7 +186,7 @@ def test_the_client_cannot_connect_a_worker_with_another_one_than_its_peer(ranks
                 other.result(WITHIN_S)
 
 
-def greeted(store: Store, rank: int, greeting: bytes) -> bytes:
+def greeted(store: Keys, rank: int, greeting: bytes) -> bytes:
     """Return what a rank replies to a greeting."""
     with reach(store, rank) as stranger:
         stranger.settimeout(WITHIN_S)
@@ -225,6 +225,6 @@ def test_listeners_take_the_first_free_one_of_the_ports_and_any_if_none_is_free(
         networks = [GroupNetwork(ports=ports), GroupNetwork(ports=ports[:1])]
         with closing(*formed(ranks, client, (HERE, HERE), networks)):
             assert port(client.store, 0) == ports[1] and port(client.store, 1) not in ports
-            again = Client(Store())  # while the connections of the first group have that port
+            again = Client(Keys())  # while the connections of the first group have that port
             with contextlib.closing(again.relay), closing(*formed(ranks, again, (HERE, HERE), networks)):
                 assert port(again.store, 0) == ports[1]
