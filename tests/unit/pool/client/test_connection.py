@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
 import threading
@@ -73,6 +74,21 @@ class Worker:
 def folder() -> Iterator[str]:
     with tempfile.TemporaryDirectory(prefix="onebox-") as made:
         yield made
+
+
+@contextlib.contextmanager
+def serving(*workers: Worker) -> Iterator[ClientLoop]:
+    """Give a client's loop that is connected to workers; all are closed afterwards."""
+    loop = ClientLoop(CLIENT, workers=len(workers))
+    try:
+        for worker in workers:
+            loop.connect(worker, KEYS.public)
+        loop.start()
+        yield loop
+    finally:
+        loop.stop()
+        for worker in workers:
+            worker.close()
 
 
 def filled(socket: zmq.Socket[bytes], message: bytes, count: int) -> None:
@@ -206,12 +222,8 @@ def test_a_worker_leaves_no_group_of_others_and_says_so_once_in_the_log(
     folder: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     bad, good = Worker(0, folder), Worker(1, folder)
-    loop = ClientLoop(CLIENT, workers=2)
-    try:
-        for worker in (bad, good):
-            loop.connect(worker, KEYS.public)
+    with serving(bad, good) as loop:
         loop.form(5, (1,))
-        loop.start()
         with caplog.at_level("WARNING", "onebox"):
             for number in (5, 5, 5, 6):  # 6: a group that there is not, as after others have left it
                 bad.commands.send(encode(Left(number)))
@@ -225,10 +237,6 @@ def test_a_worker_leaves_no_group_of_others_and_says_so_once_in_the_log(
             "worker 0 (cpu on h) says that it leaves group 5, of which it is no member; ignored (such messages since "
             "the last line: 1); that worker is faulty, or somebody has taken it over"
         ]
-    finally:
-        loop.stop()
-        bad.close()
-        good.close()
 
 
 @pytest.mark.parametrize("channel", ["commands", "heartbeats"])
@@ -262,7 +270,6 @@ def test_a_worker_that_asks_and_takes_no_answers_is_given_up(
     monkeypatch.setattr(loop_module, "MESSAGE_SHARE", 1 << 40)
     monkeypatch.setattr(loop_module, "LEAST_MESSAGE_BYTES", 16 << 20)
     worker = Worker(folder=folder if here else "", queue=2)
-    loop = ClientLoop(CLIENT)
     link = Reliable(7)
 
     def say(message: Lookup) -> None:
@@ -273,18 +280,13 @@ def test_a_worker_that_asks_and_takes_no_answers_is_given_up(
         for parcel in link.outgoing(time.monotonic()):
             send(worker.commands, parcel)
 
-    try:
-        hello = loop.connect(worker, KEYS.public)
+    with serving(worker) as loop:
         loop.form(1, (0,))
-        loop.start()
         say(Lookup(1, 1, "set", ("k",), bytes(1 << 20)))
         for ticket in range(2, 30):  # some more than may wait, for those that the sockets' queues take
             say(Lookup(ticket, 1, "get", ("k",)))
-        error = hello.exception(20)
+        error = until(lambda: loop.lost.get(0))
         assert isinstance(error, WorkerDied) and "asks for more than it takes" in str(error)
-    finally:
-        loop.stop()
-        worker.close()
 
 
 @pytest.mark.parametrize("here", [False, True], ids=["tcp", "ipc"])
@@ -292,17 +294,14 @@ def test_answers_that_a_worker_takes_are_not_counted(folder: str, here: bool, mo
     monkeypatch.setattr(loop_module, "MESSAGE_SHARE", 1 << 40)
     monkeypatch.setattr(loop_module, "LEAST_MESSAGE_BYTES", 4 << 20)
     worker = Worker(folder=folder if here else "", queue=2)
-    loop = ClientLoop(CLIENT)
     link = Reliable(7)
 
     def flush() -> None:
         for parcel in link.outgoing(time.monotonic()):
             send(worker.commands, parcel)
 
-    try:
-        loop.connect(worker, KEYS.public)
+    with serving(worker) as loop:
         loop.form(1, (0,))
-        loop.start()
         if here:
             worker.commands.send_multipart(cut([encode(Lookup(1, 1, "set", ("k",), bytes(1 << 20)))]))
         else:
@@ -321,9 +320,6 @@ def test_answers_that_a_worker_takes_are_not_counted(folder: str, here: bool, mo
                 messages = link.take(receive(worker.commands), time.monotonic())
                 flush()
         assert loop.lost == {}
-    finally:
-        loop.stop()
-        worker.close()
 
 
 def test_a_dropped_worker_is_sent_nothing_again_and_its_host_is_not_listened_to(folder: str) -> None:
@@ -336,11 +332,7 @@ def test_a_dropped_worker_is_sent_nothing_again_and_its_host_is_not_listened_to(
             return 0.0
 
     remote, here, other, new = Hosted(0), Worker(1, folder), Hosted(2), Worker(0)
-    loop = ClientLoop(CLIENT, workers=3)
-    try:
-        for worker in (remote, here, other):
-            loop.connect(worker, KEYS.public)
-        loop.start()
+    with contextlib.closing(new), serving(remote, here, other) as loop:
         loop.post(0, [Ask("scalars", ())])
         until(lambda: remote.looks > 1)
         loop.give_up(0, WorkerDied("it died"))
@@ -357,7 +349,3 @@ def test_a_dropped_worker_is_sent_nothing_again_and_its_host_is_not_listened_to(
         until(lambda: other.looks > seen)
         assert remote.looks == looks
         assert loop.groups_of(2) == {}, "the client's thread still serves"
-    finally:
-        loop.stop()
-        for worker in (remote, here, other, new):
-            worker.close()
