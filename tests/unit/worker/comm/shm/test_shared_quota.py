@@ -216,7 +216,7 @@ def test_memory_may_be_freed_by_a_finalizer_at_any_place() -> None:
     quota._groups = Groups()
     entering = threading.Thread(target=lambda: quota.enter(object()), daemon=True)  # type: ignore[arg-type]
     entering.start()
-    entering.join(10)
+    entering.join(60)
     assert not entering.is_alive() and quota.used_bytes == MIB
 
 
