@@ -196,14 +196,14 @@ def house(*offers: Offered, **more: Any) -> Iterator[House]:
         made.close()
 
 
-def gone(processes: Sequence[int], within_s: float = 15.0) -> bool:
+def gone(processes: Sequence[int], within_s: float = 60.0) -> bool:
     """Wait until processes have ended; tell whether they have."""
     end_s = time.monotonic() + within_s
-    while time.monotonic() < end_s:
-        if not any(_is_there(process) for process in processes):
-            return True
+    while any(_is_there(process) for process in processes):
+        if time.monotonic() > end_s:
+            return False
         time.sleep(0.05)
-    return False
+    return True
 
 
 def _is_there(process: int) -> bool:

@@ -135,7 +135,7 @@ if __name__ == "__main__":
         died = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=240, check=False)
         assert died.returncode == -signal.SIGKILL, died.stderr
         assert held() == [workers + 1 for workers in before]  # the client may be back in time
-        until(lambda: held() == before, within_s=GONE_S + 4)
+        until(lambda: held() == before)
 
     case = CASES["dropping"]
     model = case.model()

@@ -30,9 +30,9 @@ class Knocking:
             socket.linger = 0
             socket.connect("inproc://zeromq.zap.01")
             socket.send_multipart(request)
-            self.door.socket.poll(1000)
+            self.door.socket.poll(60_000)
             self.door.attend(0.0)
-            assert socket.poll(1000)
+            assert socket.poll(60_000)
             return socket.recv_multipart()
 
     def close(self) -> None:

@@ -92,7 +92,7 @@ def test_threads_apply_a_set_once() -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(10.0)
+        thread.join(60.0)
     assert here.value == 1
     patches.remove()
     assert here.value == 0

@@ -192,6 +192,8 @@ class _Sweep:
         self._span_ends = [span.end_ns for span in spans]
         self._interval_ends = {n: [each.end_ns for each in own.intervals] for n, own in devices.items()}
         self._launch_ends = {n: [each.end_ns for each in own.launches] for n, own in devices.items()}
+        self._last_to_end = _LastToEnd(devices, self._launch_ends)
+        self._far = next((own.host for own in devices.values() if own.host and own.launches), "")
 
     def line(self, device: int, begin_ns: int, end_ns: int) -> dict[str, float]:
         """Divide a device's whole time; steps that were not looked at are divided as the others."""
@@ -275,19 +277,11 @@ class _Sweep:
     ) -> None:
         """Divide time in which the client waits for replies: for the device whose step ends last or, where all have
         ended, for the reply itself."""
-        last: Launch | None = None
-        slowest = -1
-        for other, own in self._devices.items():
-            place = bisect.bisect_right(self._launch_ends[other], begin_ns)
-            if other in asked or place == len(own.launches):
-                continue
-            launch = own.launches[place]
-            if launch.start_ns < end_ns and (last is None or launch.end_ns > last.end_ns):
-                last, slowest = launch, other
-        if last is None or len(asked) > _MOST_HOPS:
-            far = next((own.host for own in self._devices.values() if own.host and own.launches), "")
-            _add(found, _way(self._devices[device].host or far), begin_ns, end_ns)
+        ending = self._last_to_end.find(begin_ns, end_ns, asked) if len(asked) <= _MOST_HOPS else None
+        if ending is None:
+            _add(found, _way(self._devices[device].host or self._far), begin_ns, end_ns)
             return
+        slowest, last = ending
         start_ns, stop_ns = max(begin_ns, last.start_ns), min(end_ns, last.end_ns)
         if begin_ns < start_ns:
             self._replies(device, begin_ns, start_ns, (*asked, slowest), found)
@@ -309,6 +303,66 @@ class _Sweep:
             at_ns = max(at_ns, stop_ns)
         if at_ns < end_ns:
             found.append(ClientInterval(CLIENT, at_ns, end_ns))
+        return found
+
+
+class _Ending(NamedTuple):
+    """A launch, to be compared by its end; of two with the same end, that of the first device is greater."""
+
+    end_ns: int
+    order: int
+    device: int
+    place: int
+
+
+class _LastToEnd:
+    """Finds, of the launches in an interval, the one that ends last, whatever the number of devices.
+
+    Args:
+        devices: What each device did.
+        ends: The ends of each device's launches.
+    """
+
+    def __init__(self, devices: Mapping[int, DeviceTime], ends: Mapping[int, Sequence[int]]) -> None:
+        self._devices, self._ends = devices, ends
+        begun = sorted(
+            (launch.start_ns, _Ending(launch.end_ns, -order, device, place))
+            for order, (device, own) in enumerate(devices.items())
+            for place, launch in enumerate(own.launches)
+        )
+        self._starts = [start_ns for start_ns, _ in begun]
+        self._latest: list[tuple[_Ending, ...]] = []
+        """Of the launches so far, the last to end of the two devices that have the latest."""
+        latest: tuple[_Ending, ...] = ()
+        for _, each in begun:
+            others = [one for one in latest if one.device != each.device]
+            if len(others) == len(latest) or each > next(one for one in latest if one.device == each.device):
+                latest = tuple(sorted([each, *others], reverse=True)[:2])
+            self._latest.append(latest)
+
+    def find(self, begin_ns: int, end_ns: int, barred: Sequence[int]) -> tuple[int, Launch] | None:
+        """Return the device, none of the barred ones, whose next launch of an interval ends last, and that launch."""
+        before = bisect.bisect_left(self._starts, end_ns)
+        for end, _, device, place in self._latest[before - 1] if before else ():
+            if device in barred:
+                continue
+            if end <= begin_ns:
+                return None
+            if not place or self._ends[device][place - 1] <= begin_ns:
+                return device, self._devices[device].launches[place]
+            break  # it has several in the interval
+        return self._search(begin_ns, end_ns, barred)
+
+    def _search(self, begin_ns: int, end_ns: int, barred: Sequence[int]) -> tuple[int, Launch] | None:
+        """Look at each device."""
+        found: tuple[int, Launch] | None = None
+        for device, own in self._devices.items():
+            place = bisect.bisect_right(self._ends[device], begin_ns)
+            if device in barred or place == len(own.launches):
+                continue
+            launch = own.launches[place]
+            if launch.start_ns < end_ns and (found is None or launch.end_ns > found[1].end_ns):
+                found = device, launch
         return found
 
 

@@ -33,10 +33,10 @@ def step_trace(
         answers: Replies of the workers, in order.
         beside: Bytes of each worker that belonged to no step then.
     """
-    traced = {
-        worker: (routine.labels, answer.own_times_ns, tuple(used - beside[worker] for used in answer.used_bytes))
-        for (worker, routine), answer in zip(compiled.of(window).items(), answers, strict=True)
-    }
+    traced = {}
+    for (worker, routine), answer in zip(compiled.of(window).items(), answers, strict=True):
+        own_bytes = beside[worker]
+        traced[worker] = routine.labels, answer.own_times_ns, tuple([used - own_bytes for used in answer.used_bytes])
     traffic = {
         (worker, carried.worker): carried
         for worker, answer in zip(traced, answers, strict=True)

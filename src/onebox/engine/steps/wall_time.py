@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -62,7 +63,7 @@ class WallTime(StepObserver):
         self._lock = threading.Lock()
         self._doing: list[str] = [CLIENT]
         self._spans: list[ClientInterval] = []
-        self._lines: dict[int, _Line] = {}
+        self._lines: dict[int, _Line] = defaultdict(_Line)
         self._before: Exchanges = {}
         self._account = Account(seconds=0.0)
         self._settled_ns = self._since_ns = clock()
@@ -100,7 +101,7 @@ class WallTime(StepObserver):
         """Record when a step was sent."""
         now_ns = self._clock()
         for worker in step.answers:
-            self._line(worker).sent_ns[step.work.number] = now_ns
+            self._lines[worker].sent_ns[step.work.number] = now_ns
 
     def add(self, trace: StepTrace) -> None:
         """Add what devices did in a step."""
@@ -111,7 +112,7 @@ class WallTime(StepObserver):
             for worker, (labels, times_ns, _) in trace.workers.items():
                 if not times_ns:
                     continue
-                line = self._line(worker)
+                line = self._lines[worker]
                 ends = [end for label, end in zip(labels, times_ns[1::2], strict=True) if label.track != "transfer"]
                 start_ns = min(times_ns)
                 end_ns = max(ends, default=max(times_ns))
@@ -151,11 +152,9 @@ class WallTime(StepObserver):
             self._fold(self._since_ns)
             account, self._account = self._account, Account(seconds=0.0)
             self._next_ns = 0
-            self._lines = {worker: line for worker, line in self._lines.items() if line.launches or line.sent_ns}
+            for worker in [worker for worker, line in self._lines.items() if not (line.launches or line.sent_ns)]:
+                del self._lines[worker]
             return account
-
-    def _line(self, worker: int) -> _Line:
-        return self._lines.setdefault(worker, _Line())
 
     def _until(self, end_ns: int) -> Account:
         """Return the account from where it was summed up to a time."""

@@ -110,6 +110,18 @@ def test_a_client_that_waits_for_replies_waits_for_the_slowest_device() -> None:
     }
 
 
+def test_of_devices_with_several_steps_in_a_wait_the_next_steps_count() -> None:
+    intervals = [DeviceInterval(begin * MS, end * MS, COMPUTING) for begin, end in ((12, 20), (30, 90))]
+    quick = DeviceTime(launches=[Launch(start, start, end) for start, end, *_ in intervals], intervals=intervals)
+    devices = {0: steps((0, 10, COMPUTING, -1)), 1: quick, 2: steps((12, 50, COMPUTING, -1))}
+    assert shares(100, devices, (STEPS, 10, 100)) == {
+        COMPUTING: 0.386667,  # 10 + 68 + 38 of 300
+        "waiting for device 1": 0.266667,  # of the others, from 50 to 90
+        "client": 0.186667,
+        "waiting for device 2": 0.16,  # of the first from 12 to 50, of the second from 20 to 30
+    }
+
+
 def test_steps_that_were_not_looked_at_are_as_those_that_were() -> None:
     launches = [Launch(0, 0, 40 * MS), Launch(40 * MS, 40 * MS, 80 * MS)]
     intervals = [

@@ -48,7 +48,7 @@ def test_an_error_of_the_call_is_the_caller_s(error: Exception) -> None:
         asked = other.submit(called, steps, threading.Event(), error)
         served(steps, asked)
         with pytest.raises(type(error), match="cannot be captured"):
-            asked.result(10)
+            asked.result(60)
 
 
 def test_an_interrupted_call_ends_the_wait_for_it_too() -> None:
@@ -58,7 +58,7 @@ def test_an_interrupted_call_ends_the_wait_for_it_too() -> None:
         with pytest.raises(KeyboardInterrupt):
             served(steps, asked)
         with pytest.raises(OneboxError, match="was interrupted"):
-            asked.result(10)
+            asked.result(60)
 
 
 def test_a_call_that_nobody_makes_ends_when_its_thread_is_to_stop() -> None:
@@ -67,5 +67,5 @@ def test_a_call_that_nobody_makes_ends_when_its_thread_is_to_stop() -> None:
         asked = other.submit(called, steps, stopped)
         stopped.set()
         with pytest.raises(OneboxError, match="the run ended"):
-            asked.result(10)
+            asked.result(60)
     steps.serve()  # the call is void

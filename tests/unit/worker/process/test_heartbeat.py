@@ -83,12 +83,16 @@ def test_who_would_run_if_there_were_a_processor_is_told_from_who_waits() -> Non
 WAITS = """
 import ctypes, os, threading, time
 from onebox.worker.process.heartbeat import main_thread_state
-found = []
-threading.Timer(0.3, lambda: found.append(main_thread_state())).start()
+reads, writes = os.pipe()
+def look():
+    end_s = time.monotonic() + 20
+    while (state := main_thread_state()) != "D" and time.monotonic() < end_s:
+        time.sleep(0.01)
+    os.write(writes, state.encode())
+threading.Timer(0.3, look).start()  # not before the fork, in whose child no other thread may hold Python's lock
 if not ctypes.CDLL(None).syscall(56, 0x4000 | 17, 0, 0, 0, 0):  # clone(CLONE_VFORK): the parent waits for the child
-    time.sleep(0.6)
+    print(os.read(reads, 1).decode(), flush=True)
     os._exit(0)
-print(*found)
 """
 
 

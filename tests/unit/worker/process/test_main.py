@@ -353,7 +353,7 @@ def test_a_reply_that_waits_for_the_device_costs_nothing_until_its_work_is_done(
     assert event.queries - asked <= 5
     (thread,) = [each for each in threading.enumerate() if each.name == "onebox-device"]
     client.tell(Shutdown(), answer=False)
-    thread.join(10)
+    thread.join(60)
     assert not thread.is_alive()
 
 
@@ -442,7 +442,7 @@ def test_an_interrupted_device_that_goes_on_ends_the_worker(
     device.current().work(60.0)
     begun(late, Get((1,)))
     client.server.machine.interrupt(3)
-    client.thread.join(10)
+    client.thread.join(60)
     assert not client.thread.is_alive()
     assert [type(error) for error in ended] == [DeviceFailed]
 
@@ -456,7 +456,7 @@ def test_the_end_of_a_worker_does_not_wait_for_a_device_for_ever(
     device.current().work(60.0)
     begun(late, Get((1,)))
     client.tell(Shutdown(), answer=False)
-    client.thread.join(10)
+    client.thread.join(60)
     assert not client.thread.is_alive()
 
 

@@ -228,7 +228,7 @@ def test_memory_may_be_freed_by_a_finalizer_at_any_place() -> None:
         quota.enter(blocks)
     leaving = threading.Thread(target=lambda: quota.leave(second), daemon=True)
     leaving.start()
-    leaving.join(10)
+    leaving.join(60)
     assert not leaving.is_alive() and quota.used_bytes == MIB
 
 
