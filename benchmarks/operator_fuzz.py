@@ -56,7 +56,6 @@ from torch import Tensor
 
 from onebox.errors import WireError
 from onebox.wire import (
-    BlockSpec,
     Complex,
     GeneratorArgument,
     Hole,
@@ -71,13 +70,14 @@ from onebox.wire import (
     overload,
 )
 from onebox.wire.program import ITEM_BYTES
-from onebox.wire.protocol.eager import Perform, Replay
+from onebox.wire.protocol.eager import Perform, Replay, alone
 from onebox.worker.device import ComputeDevice
 from onebox.worker.execution.eager import EagerExecutor
 from onebox.worker.memory.buffers import BufferStore
 from onebox.worker.memory.shared import LENT_STORAGES
 from onebox.worker.programs.interpreter import CompiledProgram, OperatorFailed
 from onebox.worker.programs.kernels import CompiledKernel, flatten, strided_of, written_inputs
+from onebox.worker.programs.tape import Row
 from onebox.worker.progress import WorkerProgress
 from onebox.worker.sandbox.allow_list import EAGER, PROGRAMS, kinds, pinned_names
 from onebox.worker.sandbox.argument_rules import kind_of
@@ -116,7 +116,7 @@ _CRASHES = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGF
 class _AnyResult(CompiledProgram):
     """A program that is not held to the results that it states: a client could find out the right ones by trying."""
 
-    def _check(self, operator: Operator, registers: list[Any]) -> None:
+    def _check(self, row: Row, registers: list[Any]) -> None:
         pass
 
 
@@ -206,7 +206,7 @@ class Eager:
             self._clear()
 
     def again(self, call: Call, tensors: Sequence[Tensor], round_: int) -> list[Any]:
-        """Run a call once more, now perhaps with known results, alone or in a block."""
+        """Run a call once more, now perhaps with known results, as for the first time or again."""
         outs = self._outs
         if outs is None or round_ % 3 == 0:
             return self.first(call, tensors, round_)
@@ -214,17 +214,13 @@ class Eager:
         inputs = self._put(tensors)
         kept = [place for place, out in enumerate(outs) if out is not None]
         numbers = tuple(range(_FIRST, _FIRST + len(kept)))
-        count = len(inputs)
         try:
             self._definitions[1] = self._executor.define(1, kernel)
-            if round_ % 3 == 1:
-                self._executor.operate((1, *inputs, *numbers), floats)
-            else:
-                slots = tuple(range(count, count + len(kept)))
-                block = self._executor.define(2, BlockSpec((1, *range(count), *slots), count, slots, len(floats)))
-                block.peak_bytes = 0  # as after a first run
-                self._definitions[2] = block
-                self._executor.replay(Replay(2, inputs, numbers, floats))
+            tape = self._executor.define(2, alone(1, kernel))
+            if round_ % 3 == 2:
+                tape.peak_bytes = 0  # as after a first run
+            self._definitions[2] = tape
+            self._executor.replay(Replay(2, inputs, numbers, floats))
             if self._failed:
                 raise OperatorFailed(call.name, "")
             made = dict(zip(kept, map(self._store.get, numbers), strict=True))

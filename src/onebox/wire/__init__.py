@@ -46,13 +46,13 @@ if TYPE_CHECKING:
     from onebox.wire.protocol.eager import (
         FREE,
         Argument,
-        BlockSpec,
         GeneratorArgument,
         GeneratorSpec,
         Hole,
         Items,
         KernelSpec,
         Strided,
+        TapeSpec,
     )
     from onebox.wire.receive_watch import SMALL_BYTES, ConnectionEvent, Overrun, ReceiveWatch, connection_of, socket_of
     from onebox.wire.recurrent import KINDS as RECURRENT_KINDS
@@ -83,7 +83,6 @@ __all__ = [
     "RECURRENT_KINDS",
     "SMALL_BYTES",
     "Argument",
-    "BlockSpec",
     "Codec",
     "Complex",
     "Connection",
@@ -106,6 +105,7 @@ __all__ = [
     "Restarted",
     "SlotArgument",
     "Strided",
+    "TapeSpec",
     "TensorSpec",
     "Value",
     "check",
@@ -183,7 +183,7 @@ __getattr__ = lazy_names(
         "onebox.wire.protocol.codec": ("check_frames", "decode_envelope", "decode_worker_message", "encode"),
         "onebox.wire.protocol.eager": (
             "Argument",
-            "BlockSpec",
+            "TapeSpec",
             "FREE",
             "GeneratorArgument",
             "GeneratorSpec",

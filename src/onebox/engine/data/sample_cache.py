@@ -34,7 +34,7 @@ from onebox.wire import (
     elements_of,
     spec_of,
 )
-from onebox.wire.protocol.eager import Operate
+from onebox.wire.protocol.eager import Replay, alone
 from onebox.wire.protocol.instructions import Free
 from onebox.wire.protocol.requests import Define, Instruction, Put
 
@@ -247,9 +247,10 @@ class SampleCache:
         made: list[Instruction] = []
         number = self._kernels.get((worker, key))
         if number is None:
-            number = self._kernels[worker, key] = self._pool.new_number()
-            made.append(Define(number, kernel))
-        return [*made, Operate((number, *inputs, *outputs))]
+            once, number = self._pool.new_number(), self._pool.new_number()
+            self._kernels[worker, key] = number
+            made += [Define(once, kernel), Define(number, alone(once, kernel)), Free((), (once,))]
+        return [*made, Replay(number, inputs, outputs)]
 
 
 def _make(spec: TensorSpec) -> KernelSpec:

@@ -13,7 +13,6 @@ import pytest
 from onebox.errors import WireError
 from onebox.wire import (
     FREE,
-    BlockSpec,
     Complex,
     DType,
     GeneratorArgument,
@@ -28,13 +27,14 @@ from onebox.wire import (
     Program,
     SlotArgument,
     Strided,
+    TapeSpec,
     TensorSpec,
     decode_envelope,
     decode_worker_message,
     encode,
 )
 from onebox.wire.protocol import codec
-from onebox.wire.protocol.eager import KeepGenerator, Operate, Perform, Replay, SetGenerator
+from onebox.wire.protocol.eager import KeepGenerator, Perform, Replay, SetGenerator
 from onebox.wire.protocol.groups import FormGroup
 from onebox.wire.protocol.instructions import Ask, Call, Free, Get, OptimizerStep
 from onebox.wire.protocol.requests import Define, Envelope, OptimizerSpec, Put, Routine, Run, StoredProgram
@@ -94,9 +94,9 @@ ENVELOPES = [
     Envelope(
         6,
         True,
-        (Define(7, KERNEL), Define(8, BlockSpec((7, 0, 1, 2, FREE, 0), 2, (2,), 2)), Define(9, GeneratorSpec(3))),
+        (Define(7, KERNEL), Define(8, TapeSpec((7, -1, -2, FREE, -1), 2, 2)), Define(9, GeneratorSpec(3))),
     ),
-    Envelope(7, False, (Operate((7, 1, 2, 3, FREE, 1), (0.1, 0.2)), Replay(8, (1, 2), (4,), (0.5, 0.5)))),
+    Envelope(7, False, (Replay(8, (1, 2), (3,), (0.1, 0.2)), Replay(8, (2, 3), (4,), (0.5, 0.5)))),
     Envelope(
         8,
         True,

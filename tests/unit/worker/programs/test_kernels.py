@@ -178,7 +178,7 @@ def test_a_new_tensor_lies_as_is_told_whatever_the_operator_made(
     source = torch.randn([shape[d] for d in made]).permute(sorted(range(3), key=lambda d: made[d]))
     kernel = compiled("aten.neg.default", SlotArgument(0), outs=(strided_of(told),))
     for _ in range(2):
-        (kept,) = kernel.kept(call(kernel, source))
+        kept = kernel.keep(call(kernel, source))
         assert torch.equal(kept, -source)
         if kept.numel():
             told_strides = [s for s, size in zip(told.stride(), told.shape, strict=True) if size != 1]
@@ -192,8 +192,8 @@ def test_a_tensor_that_lies_well_is_not_copied() -> None:
         (torch.ones(1, 1), (9, 9)),
     ):
         kernel = compiled("aten.neg.default", SlotArgument(0), outs=(Strided("float32", tuple(made.shape), strides),))
-        assert kernel.kept(made)[0] is made
-        assert kernel.kept(made)[0] is made
+        assert kernel.keep(made) is made
+        assert kernel.keep(made) is made
 
 
 def test_lazy_conjugates_are_as_is_told() -> None:
@@ -202,35 +202,35 @@ def test_lazy_conjugates_are_as_is_told() -> None:
     assert (plain.conjugate, lazy.conjugate) == (False, True)
     for told in (plain, lazy):
         for made in (z, z.conj(), z.conj().clone()):
-            (kept,) = compiled("aten.mul.Scalar", SlotArgument(0), 1, outs=(told,)).kept(made)
+            kept = compiled("aten.mul.Scalar", SlotArgument(0), 1, outs=(told,)).keep(made)
             assert kept.is_conj() == told.conjugate
             assert torch.equal(kept, made)
         view = compiled("aten._conj.default", SlotArgument(0), outs=(told,))
         if told.conjugate:
-            assert view.kept(z.conj())[0].is_conj()
+            assert view.keep(z.conj()).is_conj()
         else:
             with pytest.raises(ValueError, match="conjugate"):
-                view.kept(z.conj())
+                view.keep(z.conj())
     negative = strided_of(z.conj().imag)
     assert negative.negative
-    assert compiled("aten._neg_view.default", SlotArgument(0), outs=(negative,)).kept(z.conj().imag)[0].is_neg()
+    assert compiled("aten._neg_view.default", SlotArgument(0), outs=(negative,)).keep(z.conj().imag).is_neg()
 
 
 def test_of_many_results_those_are_kept_that_are_told() -> None:
     three = Strided("float32", (2,), (1,))
     kernel = compiled("aten.max.dim", SlotArgument(0), 1, outs=(three, None))
     assert kernel.outputs == 1
-    (values,) = kernel.kept(call(kernel, X))
+    (values,) = kernel.keep(call(kernel, X))
     assert values.tolist() == [2.0, 5.0]
     kernel = compiled("aten.split.Tensor", SlotArgument(0), 1, 1, outs=(None, Strided("float32", (2, 1), (3, 1)), None))
-    (middle,) = kernel.kept(call(kernel, X))
+    (middle,) = kernel.keep(call(kernel, X))
     assert middle.flatten().tolist() == [1.0, 4.0]
     with pytest.raises(ValueError, match="returned 2 tensors where 3"):
-        kernel.kept([X, X])
+        kernel.keep([X, X])
     with pytest.raises(ValueError, match="NoneType where"):
-        compiled("aten.max.dim", SlotArgument(0), 1, outs=(three, None)).kept((None, X))
+        compiled("aten.max.dim", SlotArgument(0), 1, outs=(three, None)).keep((None, X))
     with pytest.raises(ValueError, match="NoneType where"):
-        compiled("aten.neg.default", SlotArgument(0), outs=(three,)).kept(None)
+        compiled("aten.neg.default", SlotArgument(0), outs=(three,)).keep(None)
 
 
 def test_flattening() -> None:
