@@ -22,7 +22,6 @@ from onebox.wire import (
     GeneratorArgument,
     GeneratorSpec,
     Hole,
-    Items,
     KernelSpec,
     LayoutArgument,
     Many,
@@ -108,7 +107,7 @@ _PROGRAM = Program(
 _ADD = KernelSpec("aten.add.Tensor", (SlotArgument(0), SlotArgument(1)), {"alpha": Hole(0)}, 2, 1, (_LAYOUT,))
 _MAKE = KernelSpec(
     "aten.full.default",
-    (Items((2, 3)), Hole(0)),
+    (Many((2, 3)), Hole(0)),
     {"dtype": DType("float32"), "device": OwnDevice(), "layout": LayoutArgument()},
     0,
     1,
@@ -116,7 +115,7 @@ _MAKE = KernelSpec(
 )
 _ODD = KernelSpec(
     "aten._foreach_add_.ScalarList",
-    (Items((SlotArgument(0), SlotArgument(1))), Items((Hole(0), Complex(1.0, -2.0), True, None))),
+    (Many((SlotArgument(0), SlotArgument(1))), Many((Hole(0), Complex(1.0, -2.0), True, None))),
     {"generator": GeneratorArgument(9)},
     2,
     1,

@@ -56,10 +56,8 @@ from torch import Tensor
 
 from onebox.errors import WireError
 from onebox.wire import (
-    Complex,
     GeneratorArgument,
     Hole,
-    Items,
     KernelSpec,
     Many,
     Operator,
@@ -148,7 +146,7 @@ def _program(call: Call, round_: int) -> Program:
     returns = overload(call.name)._schema.returns
     count = len(returns)
     if count == 1 and str(returns[0].type) != "Tensor":
-        lists = [len(value.items) for value in call.args if isinstance(value, Items)]
+        lists = [len(value.items) for value in call.args if isinstance(value, Many)]
         count = lists[0] if lists and call.name.startswith("aten._foreach") else 1 + round_ % 3
     stated = TensorSpec("float32", first.shape) if round_ % 4 == 0 else first
     outs = tuple(range(len(specs), len(specs) + count))
@@ -158,10 +156,6 @@ def _program(call: Call, round_: int) -> Program:
 
 
 def _for_programs(value: Any) -> Any:
-    if isinstance(value, Items):
-        if any(isinstance(item, Complex) for item in value.items):
-            raise WireError("no program has lists of complex numbers")
-        return Many(value.items)
     return None if isinstance(value, GeneratorArgument) else value
 
 
@@ -548,7 +542,7 @@ def describe(call: Call) -> str:
                 whole = torch.frombuffer(bytearray(image.data), dtype=getattr(torch, image.dtype))
                 shown = f"={whole.tolist()}"
             return f"{image.dtype}{list(image.shape)}/{list(image.strides)}{shown}"
-        if isinstance(value, Items):
+        if isinstance(value, Many):
             return f"[{', '.join(map(text, value.items))}]"
         return repr(value)[:80]
 

@@ -15,8 +15,8 @@ from onebox.wire import (
     DType,
     GeneratorArgument,
     Hole,
-    Items,
     KernelSpec,
+    Many,
     OwnDevice,
     SlotArgument,
     Strided,
@@ -152,7 +152,7 @@ class _Call:
             self.floats.append(value)
             return Hole(len(self.floats) - 1)
         if isinstance(value, list):
-            return Items(tuple(self.argument(item) for item in value))
+            return Many(tuple(self.argument(item) for item in value))
         if isinstance(value, complex):
             return Complex(value.real, value.imag)
         if isinstance(value, torch.dtype):
@@ -166,7 +166,7 @@ ONES = torch.ones(4, dtype=torch.float64)
 ADD = KernelSpec("aten.add.Tensor", (SlotArgument(0), SlotArgument(1)), {"alpha": Hole(0)}, 2, 1, (FOUR,))
 MUL_ = KernelSpec("aten.mul_.Tensor", (SlotArgument(0), SlotArgument(1)), {}, 2, 0)
 VIEW = KernelSpec(
-    "aten.view.default", (SlotArgument(0), Items((2, 2))), {}, 1, 0, (Strided("float64", (2, 2), (2, 1), 0, 32),)
+    "aten.view.default", (SlotArgument(0), Many((2, 2))), {}, 1, 0, (Strided("float64", (2, 2), (2, 1), 0, 32),)
 )
 MM = KernelSpec("aten.mm.default", (SlotArgument(0), SlotArgument(1)), {}, 2, 0, (FOUR,))
 

@@ -23,14 +23,14 @@ from onebox.engine.workload.batch import Batch
 from onebox.errors import OneboxError
 from onebox.pool import Pool
 from onebox.wire import (
-    Argument,
     DType,
-    Items,
     KernelSpec,
+    Many,
     OwnDevice,
     SlotArgument,
     Strided,
     TensorSpec,
+    Value,
     elements_of,
     spec_of,
 )
@@ -255,8 +255,8 @@ class SampleCache:
 
 def _make(spec: TensorSpec) -> KernelSpec:
     """Return the kernel that allocates a slab."""
-    named: dict[str, Argument] = {"dtype": DType(spec.dtype), "device": OwnDevice()}
-    return KernelSpec("aten.empty.memory_format", (Items(spec.shape),), named, 0, 0, (_dense(spec),))
+    named: dict[str, Value] = {"dtype": DType(spec.dtype), "device": OwnDevice()}
+    return KernelSpec("aten.empty.memory_format", (Many(spec.shape),), named, 0, 0, (_dense(spec),))
 
 
 def _pick(spec: TensorSpec) -> KernelSpec:

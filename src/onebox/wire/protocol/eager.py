@@ -11,46 +11,10 @@ from __future__ import annotations
 
 from typing import Literal
 
-from onebox.wire.program import Complex, DType, LayoutArgument, MemoryFormat, OwnDevice, SlotArgument, WireStruct
+from onebox.wire.program import Value, WireStruct
 
 FREE = 0
 """In place of a kernel's number: the next integer is a slot to free."""
-
-
-class Hole(WireStruct, frozen=True, tag="h"):
-    """An argument: the call's floating-point number with this index."""
-
-    index: int
-
-
-class GeneratorArgument(WireStruct, frozen=True, tag="g"):
-    """An argument: the random number generator with a number."""
-
-    number: int
-
-
-class Items(WireStruct, frozen=True, tag="i"):
-    """An argument: a flat list."""
-
-    items: tuple[SlotArgument | Hole | Complex | bool | int | float | None, ...]
-
-
-Argument = (
-    SlotArgument
-    | Hole
-    | Complex
-    | GeneratorArgument
-    | Items
-    | DType
-    | OwnDevice
-    | LayoutArgument
-    | MemoryFormat
-    | bool
-    | int
-    | float
-    | str
-    | None
-)
 
 
 class Strided(WireStruct, frozen=True, tag="t"):
@@ -90,8 +54,8 @@ class KernelSpec(WireStruct, frozen=True, tag="kernel"):
     """
 
     name: str
-    args: tuple[Argument, ...]
-    kwargs: dict[str, Argument]
+    args: tuple[Value, ...]
+    kwargs: dict[str, Value]
     inputs: int
     floats: int
     outs: tuple[Strided | None, ...] = ()

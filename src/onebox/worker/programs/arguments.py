@@ -28,7 +28,7 @@ def constant(value: Any, device: torch.device) -> Any:
         WireError: It names an element type, layout or memory format that is not allowed.
     """
     if isinstance(value, Many):
-        return list(value.items)
+        return [constant(item, device) for item in value.items]
     if isinstance(value, DType):
         if value.name not in DTYPES:
             raise WireError(f"element type {value.name!r} is not allowed")

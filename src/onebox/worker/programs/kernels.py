@@ -16,7 +16,6 @@ from onebox.wire import (
     DTYPES,
     GeneratorArgument,
     Hole,
-    Items,
     KernelSpec,
     Many,
     SlotArgument,
@@ -80,7 +79,7 @@ class Places:
             if not 0 <= value.index < len(self._floats):
                 raise WireError(f"{name} takes number {value.index} of a call that brings {len(self._floats)}")
             return self._floats[value.index]
-        if isinstance(value, Items | Many) and is_open(value):
+        if isinstance(value, Many) and is_open(value):
             return tuple(self.place(name, item) for item in value.items)  # type: ignore[misc]
         known = self._integers.get(value) if value.__class__ is int else None
         if known is not None:
@@ -93,7 +92,7 @@ class Places:
 
     def example(self, value: Any) -> Any:
         """Return an argument as it may be in a call, :data:`TENSOR` in place of tensors."""
-        if isinstance(value, Items | Many):
+        if isinstance(value, Many):
             return [self.example(item) for item in value.items]
         if isinstance(value, SlotArgument | Hole):
             return TENSOR if isinstance(value, SlotArgument) else 0.5
@@ -101,8 +100,6 @@ class Places:
 
     def constant(self, value: Any) -> Any:
         """Return an argument that is the same in every call."""
-        if isinstance(value, Items):
-            return [constant(item, self._device) for item in value.items]
         if isinstance(value, GeneratorArgument):
             if self._generator is None:
                 raise WireError("a program draws from no generator but its own")
@@ -350,7 +347,7 @@ def strided_of(tensor: Tensor) -> Strided:
 def is_open(value: Any) -> bool:
     """Return whether an argument differs from call to call."""
     return isinstance(value, SlotArgument | Hole) or (
-        isinstance(value, Items | Many) and any(isinstance(item, SlotArgument | Hole) for item in value.items)
+        isinstance(value, Many) and any(isinstance(item, SlotArgument | Hole) for item in value.items)
     )
 
 
@@ -370,7 +367,7 @@ def written_inputs(kernel: KernelSpec) -> dict[int, bool]:
         marked = argument.alias_info is not None and argument.alias_info.is_write
         if marked or argument.name in _RUNNING:
             value = named.get(argument.name)
-            for item in value.items if isinstance(value, Items) else (value,):
+            for item in value.items if isinstance(value, Many) else (value,):
                 if isinstance(item, SlotArgument) and item.index >= 0:  # the kernel may not have been checked
                     writes[item.index] = changes or argument.is_out
     return writes

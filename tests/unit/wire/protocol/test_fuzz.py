@@ -18,7 +18,6 @@ from onebox.wire import (
     GeneratorArgument,
     GeneratorSpec,
     Hole,
-    Items,
     KernelSpec,
     LayoutArgument,
     Many,
@@ -61,8 +60,8 @@ PROGRAM = Program(
 KERNEL = KernelSpec(
     "aten._foreach_add_.ScalarList",
     (
-        Items((SlotArgument(0), SlotArgument(1))),
-        Items((Hole(0), Hole(1), Complex(1.0, -2.0), True, 3, 0.5, None)),
+        Many((SlotArgument(0), SlotArgument(1))),
+        Many((Hole(0), Hole(1), Complex(1.0, -2.0), True, 3, 0.5, None)),
         "text",
         2,
         0.25,

@@ -15,8 +15,8 @@ from onebox.wire import (
     Complex,
     GeneratorArgument,
     GeneratorSpec,
-    Items,
     KernelSpec,
+    Many,
     OwnDevice,
     SlotArgument,
     Strided,
@@ -141,7 +141,7 @@ def test_a_new_tensor_is_laid_out_as_the_client_expects_it() -> None:
     rig.do(
         Define(
             6,
-            KernelSpec("aten.as_strided.default", (SlotArgument(0), Items((12,)), Items((1,))), {}, 1, 0, (flat(12),)),
+            KernelSpec("aten.as_strided.default", (SlotArgument(0), Many((12,)), Many((1,))), {}, 1, 0, (flat(12),)),
         )
     )
     rig.do(Batch((6, 2, 3)))
@@ -176,10 +176,10 @@ def test_shapes_that_depend_on_data_are_told() -> None:
 def test_returns_are_numbered_whatever_they_are() -> None:
     rig = Rig()
     rig.put(b1=torch.randn(1, 2, 3, 3), b2=torch.randn(2, 2, 1, 1), b3=torch.randn(1, 2, 3, 3))
-    geometry = (Items((1, 1)), Items((0, 0)), Items((1, 1)), False, Items((0, 0)), 1, Items((False, True, True)))
+    geometry = (Many((1, 1)), Many((0, 0)), Many((1, 1)), False, Many((0, 0)), 1, Many((False, True, True)))
     kernel = KernelSpec(
         "aten.convolution_backward.default",
-        (SlotArgument(0), SlotArgument(1), SlotArgument(2), Items((2,)), *geometry),
+        (SlotArgument(0), SlotArgument(1), SlotArgument(2), Many((2,)), *geometry),
         {},
         3,
         0,
@@ -240,7 +240,7 @@ def test_an_answer_is_as_of_its_place_in_the_stream(rig: Rig) -> None:
 def normal(source: int, number: int) -> Define:
     keywords = {"generator": GeneratorArgument(source), "dtype": None, "device": OwnDevice()}
     told = Strided("float32", (5,), (1,))
-    return Define(number, KernelSpec("aten.randn.generator", (Items((5,)),), keywords, 0, 0, (told,)))
+    return Define(number, KernelSpec("aten.randn.generator", (Many((5,)),), keywords, 0, 0, (told,)))
 
 
 def drawn(rig: Rig, kernel: int) -> Tensor:

@@ -13,8 +13,8 @@ from onebox.wire import (
     GeneratorArgument,
     GeneratorSpec,
     Hole,
-    Items,
     KernelSpec,
+    Many,
     SlotArgument,
     Strided,
     TapeSpec,
@@ -104,7 +104,7 @@ def test_another_result_than_was_told_is_a_failure(rig: Rig, told: Strided, prob
 def test_a_view_is_never_laid_out_anew(rig: Rig) -> None:
     told = Strided("float64", (2, 2), (1, 2))
     rig.do(
-        Define(5, KernelSpec("aten.view.default", (SlotArgument(0), Items((2, 2))), {}, 1, 0, (told,))),
+        Define(5, KernelSpec("aten.view.default", (SlotArgument(0), Many((2, 2))), {}, 1, 0, (told,))),
         Batch((5, 11, 20)),
     )
     assert "view with strides [2, 1]" in failure_of(rig, 20).message
@@ -121,7 +121,7 @@ def test_a_view_is_never_laid_out_anew(rig: Rig) -> None:
         Define(60, KernelSpec("aten.add.Tensor", (SlotArgument(-1), SlotArgument(1)), {}, 2, 0)),
         Define(60, KernelSpec("aten.add.Tensor", (SlotArgument(0), SlotArgument(1)), {"alpha": Hole(0)}, 2, 0)),
         Define(60, KernelSpec("aten.add.Tensor", (SlotArgument(0), SlotArgument(1)), {"alpha": Hole(-1)}, 2, 1)),
-        Define(60, KernelSpec("aten.cat.default", (Items((SlotArgument(0), SlotArgument(7))),), {}, 1, 0)),
+        Define(60, KernelSpec("aten.cat.default", (Many((SlotArgument(0), SlotArgument(7))),), {}, 1, 0)),
         Define(60, KernelSpec("aten.add.Tensor", (SlotArgument(0), SlotArgument(1)), {}, -1, 0)),
         Define(60, KernelSpec("aten.add.Tensor", (SlotArgument(0), SlotArgument(1)), {}, 2, 0, (FOUR, FOUR))),
         Define(60, KernelSpec("aten.add.Tensor", (SlotArgument(0), SlotArgument(1)),
@@ -130,8 +130,8 @@ def test_a_view_is_never_laid_out_anew(rig: Rig) -> None:
         {}, 2, 0, (Strided("object", (4,), (1,)),))),
         Define(60, KernelSpec("aten.add.Tensor", (SlotArgument(0), SlotArgument(1)),
         {}, 2, 0, (Strided("float64", (-4,), (1,)),))),
-        Define(60, KernelSpec("aten.randn.generator", (Items((4,)),), {"generator": GeneratorArgument(99)}, 0, 0)),
-        Define(60, KernelSpec("aten.randn.generator", (Items((4,)),), {"generator": GeneratorArgument(1)}, 0, 0)),
+        Define(60, KernelSpec("aten.randn.generator", (Many((4,)),), {"generator": GeneratorArgument(99)}, 0, 0)),
+        Define(60, KernelSpec("aten.randn.generator", (Many((4,)),), {"generator": GeneratorArgument(1)}, 0, 0)),
         Define(60, KernelSpec("aten.nothing.default", (), {}, 0, 0)),
         Define(60, KernelSpec("", (), {}, 10**12, 10**12)),
         Define(FREE, ADD), Define(60, GeneratorSpec(2**63 - 1)), Define(60, TapeSpec((99, -1), 1)),
@@ -178,7 +178,7 @@ def test_arguments_of_other_kinds_are_the_operators_own_business(rig: Rig) -> No
         (
             KernelSpec("aten.neg.default", ("text",), {}, 0, 0, (FOUR,)),
             KernelSpec("aten.neg.default", (), {"nothing": 3}, 0, 0, (FOUR,)),
-            KernelSpec("aten.neg.default", (Items((SlotArgument(0),)),), {}, 1, 0, (FOUR,)),
+            KernelSpec("aten.neg.default", (Many((SlotArgument(0),)),), {}, 1, 0, (FOUR,)),
             KernelSpec("aten.add.Tensor", (SlotArgument(0), Complex(1.0, 2.0)), {}, 1, 0, (FOUR,)),
         ),
         70,
@@ -220,7 +220,7 @@ def test_the_quota_names_the_operator() -> None:
 def test_what_grows_counts_against_the_quota() -> None:
     rig = Rig(quota_bytes=100)
     rig.put(b1=ONES)
-    rig.do(Define(1, KernelSpec("aten.resize_.default", (SlotArgument(0), Items((20,))), {}, 1, 0)), Batch((1, 1)))
+    rig.do(Define(1, KernelSpec("aten.resize_.default", (SlotArgument(0), Many((20,))), {}, 1, 0)), Batch((1, 1)))
     assert [(failure.kind, failure.operator) for failure in rig.failures] == [("memory", "aten.resize_.default")]
     assert rig.used == 0
 
@@ -228,7 +228,7 @@ def test_what_grows_counts_against_the_quota() -> None:
 def test_what_cannot_grow_leaves_its_other_views_as_they_were() -> None:
     rig = Rig(quota_bytes=100)
     rig.put(b1=ONES)
-    resize = KernelSpec("aten.resize_.default", (SlotArgument(0), Items((20,))), {}, 1, 0)
+    resize = KernelSpec("aten.resize_.default", (SlotArgument(0), Many((20,))), {}, 1, 0)
     rig.do(Define(1, resize), Define(5, VIEW), Batch((5, 1, 2, 1, 2)))
     assert [(failure.kind, failure.operator) for failure in rig.failures] == [("memory", "aten.resize_.default")]
     assert torch.equal(rig.get(1), ONES)

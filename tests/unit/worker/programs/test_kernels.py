@@ -16,9 +16,9 @@ from onebox.wire import (
     DType,
     GeneratorArgument,
     Hole,
-    Items,
     KernelSpec,
     LayoutArgument,
+    Many,
     MemoryFormat,
     OwnDevice,
     SlotArgument,
@@ -53,26 +53,26 @@ def test_tensors_numbers_and_constants_go_where_they_belong() -> None:
     assert torch.equal(call(kernel, X, floats=(4.0, 1.0)), X.clamp(1, 4))
     kernel = compiled("aten._softmax.default", SlotArgument(0), 1, False)
     assert torch.equal(call(kernel, X), X.softmax(1))
-    kernel = compiled("aten.empty.memory_format", Items((2, 3)), inputs=0)
+    kernel = compiled("aten.empty.memory_format", Many((2, 3)), inputs=0)
     assert call(kernel).shape == (2, 3)
 
 
 def test_lists_hold_tensors_numbers_and_nothing() -> None:
-    kernel = compiled("aten.cat.default", Items((SlotArgument(1), SlotArgument(0), SlotArgument(1))), 1, inputs=2)
+    kernel = compiled("aten.cat.default", Many((SlotArgument(1), SlotArgument(0), SlotArgument(1))), 1, inputs=2)
     assert torch.equal(call(kernel, X, -X), torch.cat([-X, X, -X], 1))
-    kernel = compiled("aten.index.Tensor", SlotArgument(0), Items((None, SlotArgument(1))), inputs=2)
+    kernel = compiled("aten.index.Tensor", SlotArgument(0), Many((None, SlotArgument(1))), inputs=2)
     assert torch.equal(call(kernel, X, torch.tensor([2, 0])), X[:, [2, 0]])
     kernel = compiled(
         "aten._foreach_mul.ScalarList",
-        Items((SlotArgument(0), SlotArgument(1))),
-        Items((Hole(0), 3)),
+        Many((SlotArgument(0), SlotArgument(1))),
+        Many((Hole(0), 3)),
         inputs=2,
         floats=1,
     )
     first, second = call(kernel, X, X, floats=(0.5,))
     assert torch.equal(first, X * 0.5)
     assert torch.equal(second, X * 3)
-    kernel = compiled("aten._foreach_add.ScalarList", Items((SlotArgument(0),)), Items((Complex(1.0, 2.0),)))
+    kernel = compiled("aten._foreach_add.ScalarList", Many((SlotArgument(0),)), Many((Complex(1.0, 2.0),)))
     assert torch.equal(call(kernel, X)[0], X + (1 + 2j))
 
 
@@ -83,7 +83,7 @@ def test_arguments_by_keyword_may_be_tensors_or_lists_of_them() -> None:
     assert torch.equal(out, X * 3)
     outs = [torch.empty(3), torch.empty(3)]
     kernel = compiled(
-        "aten.unbind_copy.int_out", SlotArgument(0), 0, out=Items((SlotArgument(1), SlotArgument(2))), inputs=3
+        "aten.unbind_copy.int_out", SlotArgument(0), 0, out=Many((SlotArgument(1), SlotArgument(2))), inputs=3
     )
     call(kernel, X, *outs)
     assert all(map(torch.equal, outs, X))
@@ -121,12 +121,12 @@ def test_names_that_are_not_allowed(kwargs: dict[str, Any]) -> None:
         (KernelSpec("aten.add_.Tensor", (SlotArgument(1), SlotArgument(0)), {}, 2, 0), (1,), ()),
         (KernelSpec("aten.add.Tensor", (SlotArgument(0), SlotArgument(1)), {}, 2, 0), (), ()),
         (KernelSpec("aten.add.out", (SlotArgument(0), SlotArgument(1)), {"out": SlotArgument(2)}, 3, 0), (2,), (2,)),
-        (KernelSpec("aten.resize_.default", (SlotArgument(0), Items((4,))), {}, 1, 0), (0,), (0,)),
+        (KernelSpec("aten.resize_.default", (SlotArgument(0), Many((4,))), {}, 1, 0), (0,), (0,)),
         (KernelSpec("aten.set_.source_Tensor", (SlotArgument(0), SlotArgument(1)), {}, 2, 0), (0,), (0,)),
         (
             KernelSpec(
                 "aten._foreach_add_.List",
-                (Items((SlotArgument(0), SlotArgument(1))), Items((SlotArgument(2), SlotArgument(2)))),
+                (Many((SlotArgument(0), SlotArgument(1))), Many((SlotArgument(2), SlotArgument(2)))),
                 {},
                 3,
                 0,
@@ -136,7 +136,7 @@ def test_names_that_are_not_allowed(kwargs: dict[str, Any]) -> None:
         ),
         (KernelSpec("aten.native_batch_norm.default", tuple(map(SlotArgument, range(5))), {}, 5, 0), (3, 4), ()),
         (KernelSpec("aten._native_batch_norm_legit.default", tuple(map(SlotArgument, range(5))), {}, 5, 0), (3, 4), ()),
-        (KernelSpec("aten.view.default", (SlotArgument(0), Items((6,))), {}, 1, 0), (), ()),
+        (KernelSpec("aten.view.default", (SlotArgument(0), Many((6,))), {}, 1, 0), (), ()),
     ],
     ids=lambda value: value.name if isinstance(value, KernelSpec) else "",
 )
