@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,20 +22,6 @@ from onebox.worker.programs.interpreter import OperatorFailed, describe
 from onebox.worker.programs.kernels import CompiledKernel, flatten, strided_of, written_inputs
 from onebox.worker.programs.tape import CompiledTape, Row, Step, Void, execute, tensors_of, void_among
 from onebox.worker.progress import WorkerProgress
-
-
-class Effects(NamedTuple):
-    """Buffers that an instruction changes.
-
-    Args:
-        outputs: Those that it fills.
-        written: Those that it may write to in place.
-        freed: Those that it frees.
-    """
-
-    outputs: Sequence[int]
-    written: Sequence[int]
-    freed: Sequence[int]
 
 
 class EagerExecutor:
@@ -242,26 +228,25 @@ class EagerExecutor:
 
     def skip(self, instruction: Replay | Perform, failure: WorkerFailure) -> None:
         """Void the outputs of an instruction that does not run, and free the buffers that it would have freed."""
-        store = self._store
         if isinstance(instruction, Replay):
             with contextlib.suppress(WireError, Poisoned):
                 self.replay(instruction, failure)
                 return
-        effects = self.effects(instruction)
-        store.void(effects.outputs, failure)
-        for number in effects.freed:
-            store.forget(number)
+        made = instruction.outputs if isinstance(instruction, Replay) else (instruction.first,)
+        self._store.void(made, failure)
 
-    def effects(self, instruction: Replay | Perform) -> Effects:
-        """Return the buffers that an instruction changes."""
+    def changed(self, instruction: Replay | Perform) -> list[int]:
+        """Return the buffers that an instruction fills or may write to."""
         given = instruction.inputs
+        made: Sequence[int]
+        written: Iterable[int]
         if isinstance(instruction, Perform):
-            named = [index for index in written_inputs(instruction.kernel) if index < len(given)]
-            return Effects((instruction.first,), [given[index] for index in named], ())
-        found = self._definitions.get(instruction.tape)
-        written, freed = (found.writes(), found.ends) if isinstance(found, CompiledTape) else (range(len(given)), [])
-        buffers = [[given[index] for index in indices if index < len(given)] for indices in (written, freed)]
-        return Effects(instruction.outputs, *buffers)
+            made, written = (instruction.first,), written_inputs(instruction.kernel)
+        else:
+            tape = self._definitions.get(instruction.tape)
+            made = instruction.outputs
+            written = tape.writes() if isinstance(tape, CompiledTape) else range(len(given))
+        return [*made, *(given[index] for index in written if index < len(given))]
 
 
 class TapeRun:

@@ -429,8 +429,7 @@ class Executor:
         """
         numbers: Sequence[int] = ()
         if isinstance(instruction, Replay | Perform):
-            effects = self._eager.effects(instruction)
-            numbers = (*effects.outputs, *effects.written)
+            numbers = self._eager.changed(instruction)
         elif isinstance(instruction, Receive | Reduce | Gather | Broadcast | Call):
             numbers = _writes(instruction)
         if numbers:
