@@ -17,13 +17,11 @@ from specimens import specimens
 from onebox.pool.backends.compatibility import own_versions
 from onebox.wire import (
     FREE,
-    BlockSpec,
     Complex,
     DType,
     GeneratorArgument,
     GeneratorSpec,
     Hole,
-    Items,
     KernelSpec,
     LayoutArgument,
     Many,
@@ -32,6 +30,7 @@ from onebox.wire import (
     Program,
     SlotArgument,
     Strided,
+    TapeSpec,
     TensorSpec,
     encode,
     new_keys,
@@ -50,7 +49,7 @@ from onebox.wire.protocol.agents import (
     Want,
     encode_agent,
 )
-from onebox.wire.protocol.eager import KeepGenerator, Operate, Perform, Replay, SetGenerator
+from onebox.wire.protocol.eager import KeepGenerator, Perform, Replay, SetGenerator
 from onebox.wire.protocol.groups import FormGroup, LeaveGroup, Rendezvous
 from onebox.wire.protocol.instructions import (
     Ask,
@@ -108,7 +107,7 @@ _PROGRAM = Program(
 _ADD = KernelSpec("aten.add.Tensor", (SlotArgument(0), SlotArgument(1)), {"alpha": Hole(0)}, 2, 1, (_LAYOUT,))
 _MAKE = KernelSpec(
     "aten.full.default",
-    (Items((2, 3)), Hole(0)),
+    (Many((2, 3)), Hole(0)),
     {"dtype": DType("float32"), "device": OwnDevice(), "layout": LayoutArgument()},
     0,
     1,
@@ -116,7 +115,7 @@ _MAKE = KernelSpec(
 )
 _ODD = KernelSpec(
     "aten._foreach_add_.ScalarList",
-    (Items((SlotArgument(0), SlotArgument(1))), Items((Hole(0), Complex(1.0, -2.0), True, None))),
+    (Many((SlotArgument(0), SlotArgument(1))), Many((Hole(0), Complex(1.0, -2.0), True, None))),
     {"generator": GeneratorArgument(9)},
     2,
     1,
@@ -137,9 +136,23 @@ CARRIED_OUT = [
             OptimizerStep(6, (2,), 1.0),
         ),
     ),
-    Envelope(6, True, (Put((1,), (SPEC,)), Define(7, _ADD), Operate((7, 1, 1, 2, FREE, 0), (0.5,)), Get((2,)))),
-    Envelope(7, True, (Define(8, _MAKE), Define(9, GeneratorSpec(3)), Operate((8, 4), (1.5,)))),
-    Envelope(8, True, (Define(10, BlockSpec((7, 0, 0, 1), 1, (1,), 1)), Replay(10, (1,), (4,), (0.5,)))),
+    Envelope(
+        6,
+        True,
+        (
+            Put((1,), (SPEC,)),
+            Define(7, _ADD),
+            Define(8, TapeSpec((7, -1, -1), 1, 1)),
+            Replay(8, (1,), (2,), (0.5,)),
+            Get((2,)),
+        ),
+    ),
+    Envelope(
+        7,
+        True,
+        (Define(8, _MAKE), Define(9, GeneratorSpec(3)), Define(10, TapeSpec((8,), 0, 1)), Replay(10, (), (4,), (1.5,))),
+    ),
+    Envelope(8, True, (Define(10, TapeSpec((7, -1, -1, 7, 0, -1, FREE, 0), 1, 2)), Replay(10, (1,), (4,), (0.5, 0.5)))),
     Envelope(9, True, (Perform(_MAKE, (), (0.1,), 10), SetGenerator(9, 7), KeepGenerator(9, 4), Get((10,)))),
     Envelope(10, False, (Perform(_ODD, (1, 2), (0.1,), 12),)),
     Envelope(15, True, (Put((1, 2), (SPEC, SPEC)), Offload((1, 2)), Evict((1, 2)), Prefetch((2, 1)), Get((1, 2)))),

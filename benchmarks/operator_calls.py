@@ -36,15 +36,15 @@ from torch.utils._pytree import tree_leaves
 from onebox.errors import WireError
 from onebox.wire import (
     DTYPES,
-    Argument,
     Complex,
     DType,
     GeneratorArgument,
-    Items,
     LayoutArgument,
+    Many,
     MemoryFormat,
     OwnDevice,
     SlotArgument,
+    Value,
     dtype_name,
     overload,
 )
@@ -76,8 +76,8 @@ class Call(Struct, frozen=True, array_like=True):
     """
 
     name: str
-    args: tuple[Argument, ...]
-    kwargs: dict[str, Argument]
+    args: tuple[Value, ...]
+    kwargs: dict[str, Value]
     images: tuple[Image, ...]
 
 
@@ -107,7 +107,7 @@ def encode(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Call | Non
             return value
         raise _Unfit
 
-    def argument(value: Any) -> Argument:
+    def argument(value: Any) -> Value:
         if isinstance(value, torch.dtype):
             return DType(dtype_name(value))
         if isinstance(value, torch.device):
@@ -119,7 +119,7 @@ def encode(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Call | Non
         if isinstance(value, torch.Generator):
             return GeneratorArgument(0)
         if isinstance(value, list | tuple):
-            return Items(tuple(map(item, value)))
+            return Many(tuple(map(item, value)))
         return value if isinstance(value, str) else item(value)
 
     try:
@@ -154,7 +154,7 @@ def python_arguments(call: Call, tensors: Sequence[Tensor]) -> tuple[list[Any], 
     def convert(value: Any) -> Any:
         if isinstance(value, SlotArgument):
             return tensors[value.index]
-        if isinstance(value, Items):
+        if isinstance(value, Many):
             return [convert(one) for one in value.items]
         if isinstance(value, GeneratorArgument):
             return torch.default_generator
@@ -380,7 +380,7 @@ def _root(name: str) -> str:
     return re.sub(r"(_functional|_copy|_legit|_no_training)$", "", base)
 
 
-def by_name(call: Call) -> dict[str, Argument]:
+def by_name(call: Call) -> dict[str, Value]:
     """Return the arguments of a call by the names of its operator's schema."""
     names = [argument.name for argument in overload(call.name)._schema.arguments]
     return dict(zip(names, call.args, strict=False)) | call.kwargs
@@ -410,10 +410,10 @@ def _result_images(call: Call, count: int) -> list[Image]:
     return [Image("float32", (0,), (1,), b"")] * count
 
 
-def _assembled(name: str, named: dict[str, Argument], images: tuple[Image, ...]) -> Call | None:
+def _assembled(name: str, named: dict[str, Value], images: tuple[Image, ...]) -> Call | None:
     """Return a call with arguments by name; ``None`` if one is missing."""
-    args: list[Argument] = []
-    kwargs: dict[str, Argument] = {}
+    args: list[Value] = []
+    kwargs: dict[str, Value] = {}
     for argument in overload(name)._schema.arguments:
         given = argument.name in named
         if not given and not argument.has_default_value():
@@ -426,9 +426,9 @@ def _assembled(name: str, named: dict[str, Argument], images: tuple[Image, ...])
     return Call(name, tuple(args), kwargs, images)
 
 
-def _default(value: Any, kind: str) -> Argument:
+def _default(value: Any, kind: str) -> Value:
     if isinstance(value, list | tuple):
-        return Items(tuple(value))
+        return Many(tuple(value))
     if "ScalarType" in kind or "Layout" in kind or "Device" in kind or "MemoryFormat" in kind:
         return None
     return value
@@ -463,7 +463,7 @@ def random_call(name: str, rng: random.Random) -> Call:
         images.append(random_image(rng, kind, shape))
         return SlotArgument(len(images) - 1)
 
-    def scalar(kind: str, argument_name: str) -> Argument:
+    def scalar(kind: str, argument_name: str) -> Value:
         if kind in ("SymInt", "int"):
             return rng.choice((0, 1, -1) if "dim" in argument_name else (1, 1, 2, 3, 0))
         if kind == "float":
@@ -479,7 +479,7 @@ def random_call(name: str, rng: random.Random) -> Call:
         }  # fmt: skip
         return tensor(argument_name) if kind == "Tensor" else other.get(kind)
 
-    def value(argument: Any) -> Argument:
+    def value(argument: Any) -> Value:
         kind = str(argument.real_type)
         optional = re.fullmatch(r"Optional\[(.*)\]", kind)
         if optional:
@@ -491,12 +491,12 @@ def random_call(name: str, rng: random.Random) -> Call:
             return scalar(kind, argument.name)
         kind = (re.fullmatch(r"Optional\[(.*)\]", listed[1]) or listed)[1]
         if "size" in argument.name and kind in ("SymInt", "int") and rng.random() < 0.5:
-            return Items(theme)
+            return Many(theme)
         length = argument.N or rng.choice((1, 2, 2, 3))
-        return Items(tuple(scalar(kind, argument.name) for _ in range(length)))  # type: ignore[misc]
+        return Many(tuple(scalar(kind, argument.name) for _ in range(length)))  # type: ignore[misc]
 
-    args: list[Argument] = []
-    kwargs: dict[str, Argument] = {}
+    args: list[Value] = []
+    kwargs: dict[str, Value] = {}
     for argument in overload(name)._schema.arguments:
         if argument.kwarg_only:
             if not argument.has_default_value() or rng.random() < 0.3:

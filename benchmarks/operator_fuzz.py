@@ -56,11 +56,8 @@ from torch import Tensor
 
 from onebox.errors import WireError
 from onebox.wire import (
-    BlockSpec,
-    Complex,
     GeneratorArgument,
     Hole,
-    Items,
     KernelSpec,
     Many,
     Operator,
@@ -71,13 +68,14 @@ from onebox.wire import (
     overload,
 )
 from onebox.wire.program import ITEM_BYTES
-from onebox.wire.protocol.eager import Perform, Replay
+from onebox.wire.protocol.eager import Perform, Replay, alone
 from onebox.worker.device import ComputeDevice
 from onebox.worker.execution.eager import EagerExecutor
 from onebox.worker.memory.buffers import BufferStore
 from onebox.worker.memory.shared import LENT_STORAGES
 from onebox.worker.programs.interpreter import CompiledProgram, OperatorFailed
 from onebox.worker.programs.kernels import CompiledKernel, flatten, strided_of, written_inputs
+from onebox.worker.programs.tape import Row
 from onebox.worker.progress import WorkerProgress
 from onebox.worker.sandbox.allow_list import EAGER, PROGRAMS, kinds, pinned_names
 from onebox.worker.sandbox.argument_rules import kind_of
@@ -116,7 +114,7 @@ _CRASHES = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGF
 class _AnyResult(CompiledProgram):
     """A program that is not held to the results that it states: a client could find out the right ones by trying."""
 
-    def _check(self, operator: Operator, registers: list[Any]) -> None:
+    def _check(self, row: Row, registers: list[Any]) -> None:
         pass
 
 
@@ -148,7 +146,7 @@ def _program(call: Call, round_: int) -> Program:
     returns = overload(call.name)._schema.returns
     count = len(returns)
     if count == 1 and str(returns[0].type) != "Tensor":
-        lists = [len(value.items) for value in call.args if isinstance(value, Items)]
+        lists = [len(value.items) for value in call.args if isinstance(value, Many)]
         count = lists[0] if lists and call.name.startswith("aten._foreach") else 1 + round_ % 3
     stated = TensorSpec("float32", first.shape) if round_ % 4 == 0 else first
     outs = tuple(range(len(specs), len(specs) + count))
@@ -158,10 +156,6 @@ def _program(call: Call, round_: int) -> Program:
 
 
 def _for_programs(value: Any) -> Any:
-    if isinstance(value, Items):
-        if any(isinstance(item, Complex) for item in value.items):
-            raise WireError("no program has lists of complex numbers")
-        return Many(value.items)
     return None if isinstance(value, GeneratorArgument) else value
 
 
@@ -206,7 +200,7 @@ class Eager:
             self._clear()
 
     def again(self, call: Call, tensors: Sequence[Tensor], round_: int) -> list[Any]:
-        """Run a call once more, now perhaps with known results, alone or in a block."""
+        """Run a call once more, now perhaps with known results, as for the first time or again."""
         outs = self._outs
         if outs is None or round_ % 3 == 0:
             return self.first(call, tensors, round_)
@@ -214,17 +208,13 @@ class Eager:
         inputs = self._put(tensors)
         kept = [place for place, out in enumerate(outs) if out is not None]
         numbers = tuple(range(_FIRST, _FIRST + len(kept)))
-        count = len(inputs)
         try:
             self._definitions[1] = self._executor.define(1, kernel)
-            if round_ % 3 == 1:
-                self._executor.operate((1, *inputs, *numbers), floats)
-            else:
-                slots = tuple(range(count, count + len(kept)))
-                block = self._executor.define(2, BlockSpec((1, *range(count), *slots), count, slots, len(floats)))
-                block.peak_bytes = 0  # as after a first run
-                self._definitions[2] = block
-                self._executor.replay(Replay(2, inputs, numbers, floats))
+            tape = self._executor.define(2, alone(1, kernel))
+            if round_ % 3 == 2:
+                tape.peak_bytes = 0  # as after a first run
+            self._definitions[2] = tape
+            self._executor.replay(Replay(2, inputs, numbers, floats))
             if self._failed:
                 raise OperatorFailed(call.name, "")
             made = dict(zip(kept, map(self._store.get, numbers), strict=True))
@@ -552,7 +542,7 @@ def describe(call: Call) -> str:
                 whole = torch.frombuffer(bytearray(image.data), dtype=getattr(torch, image.dtype))
                 shown = f"={whole.tolist()}"
             return f"{image.dtype}{list(image.shape)}/{list(image.strides)}{shown}"
-        if isinstance(value, Items):
+        if isinstance(value, Many):
             return f"[{', '.join(map(text, value.items))}]"
         return repr(value)[:80]
 

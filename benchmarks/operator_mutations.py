@@ -11,7 +11,7 @@ from typing import Any
 from guarded_memory import Image, span_of
 from operator_calls import Call, random_call, random_image
 
-from onebox.wire import Argument, Complex, DType, Items, LayoutArgument, MemoryFormat, SlotArgument
+from onebox.wire import Complex, DType, LayoutArgument, Many, MemoryFormat, SlotArgument, Value
 from onebox.wire.program import ITEM_BYTES
 
 UNCHANGED = 0.15
@@ -114,7 +114,7 @@ class _Draft:
         def renumbered(value: Any) -> Any:
             if isinstance(value, SlotArgument):
                 return SlotArgument(places.setdefault(value.index, len(places)))
-            return Items(tuple(map(renumbered, value.items))) if isinstance(value, Items) else value
+            return Many(tuple(map(renumbered, value.items))) if isinstance(value, Many) else value
 
         args = tuple(map(renumbered, self._args))
         kwargs = {key: renumbered(value) for key, value in self._kwargs.items()}
@@ -163,8 +163,8 @@ class _Draft:
         old, new = self._rng.choice(sizes), self._rng.choice((0, 0, 0, 1, 2, 5, 17))
 
         def changed(value: Any) -> Any:
-            if isinstance(value, Items):
-                return Items(tuple(map(changed, value.items)))
+            if isinstance(value, Many):
+                return Many(tuple(map(changed, value.items)))
             return new if value == old and type(value) is int else value
 
         for place, image in enumerate(self._images):
@@ -174,9 +174,9 @@ class _Draft:
         self._args = list(map(changed, self._args))
         self._kwargs = {key: changed(value) for key, value in self._kwargs.items()}
 
-    def _mutated(self, value: Argument) -> Argument:
+    def _mutated(self, value: Value) -> Value:
         rng = self._rng
-        if isinstance(value, Items):
+        if isinstance(value, Many):
             return self._mutated_list(value)
         if isinstance(value, SlotArgument):
             return self._other_tensor(value)
@@ -195,12 +195,12 @@ class _Draft:
         self._images[value.index] = mutated_image(self._images[value.index], rng)
         return value
 
-    def _mutated_list(self, value: Items) -> Items:
+    def _mutated_list(self, value: Many) -> Many:
         rng = self._rng
         items: list[Any] = list(value.items)
         chance = rng.random()
         if chance < 0.1 or not items:
-            return Items(tuple(items[: rng.randrange(len(items) + 1)])) if items else Items((rng.choice(_EDGES[:8]),))
+            return Many(tuple(items[: rng.randrange(len(items) + 1)])) if items else Many((rng.choice(_EDGES[:8]),))
         place = rng.randrange(len(items))
         if chance < 0.25:
             items.insert(place, items[rng.randrange(len(items))])
@@ -214,7 +214,7 @@ class _Draft:
             items = [mutated_scalar(items[place], rng)] * len(items)
         else:
             items[place] = mutated_scalar(items[place], rng)
-        return Items(tuple(items))
+        return Many(tuple(items))
 
 
 def mutated_scalar(value: Any, rng: random.Random) -> Any:
@@ -245,7 +245,7 @@ def mutated_scalar(value: Any, rng: random.Random) -> Any:
     return value
 
 
-def _extreme_scalar(value: Argument, rng: random.Random) -> Argument:
+def _extreme_scalar(value: Value, rng: random.Random) -> Value:
     if isinstance(value, bool) or rng.random() < 0.5:
         return value
     if isinstance(value, int):

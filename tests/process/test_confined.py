@@ -10,7 +10,7 @@ import torch
 import onebox
 from onebox.errors import OneboxError
 from onebox.pool import open_pool
-from onebox.wire import DType, Hole, Items, KernelSpec, Strided, TensorSpec, to_frame
+from onebox.wire import DType, Hole, KernelSpec, Many, Strided, TensorSpec, to_frame
 from onebox.wire.protocol.eager import Perform
 from onebox.wire.protocol.instructions import Ask, Reduce
 from onebox.wire.protocol.requests import Put
@@ -37,7 +37,7 @@ def test_no_thread_of_a_worker_has_a_privilege_and_groups_form_all_the_same() ->
 
 def test_an_operator_that_makes_more_than_it_says_fails_and_the_worker_goes_on() -> None:
     small = Strided("float32", (2, 3), (3, 1), 0, 24)
-    shape = Items((1 << 15, 1 << 17))  # 16 GiB
+    shape = Many((1 << 15, 1 << 17))  # 16 GiB
     full = KernelSpec("aten.full.default", (shape, Hole(0)), {"dtype": DType("float32")}, 0, 1, (small,))
     with open_pool("cpu", threads=1, memory=64 << 20) as pool:
         with pytest.raises(OneboxError, match=r"aten\.full"):

@@ -228,7 +228,7 @@ def test_an_island_that_loses_a_worker_joins_again_at_the_next_outer_step(layout
         assert untouched(pool)
 
 
-@pytest.mark.parametrize("instruction", ["reduce", "optimizerstep", "operate", "ask", "call"])
+@pytest.mark.parametrize("instruction", ["reduce", "optimizerstep", "replay", "ask", "call"])
 @pytest.mark.parametrize("count", [2, 5])
 def test_an_outer_step_that_fails_half_way_is_void_everywhere_and_done_again(instruction: str, count: int) -> None:
     """A worker dies in the middle of something, of an outer step among others. Two steps are in flight when the third,

@@ -4,15 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from onebox.emulator.device import EmulatedDevice
 from onebox.emulator.executor import EmulatedExecutor
-from onebox.wire import Operator, Program, SlotArgument, TensorSpec, from_frame, spec_of, to_frame, with_deaths
-from onebox.wire.protocol.instructions import Get
+from onebox.vgpu.runtime.trace_cache import Record, encode_trace
+from onebox.wire import (
+    FREE,
+    KernelSpec,
+    Operator,
+    Program,
+    SlotArgument,
+    TapeSpec,
+    TensorSpec,
+    from_frame,
+    spec_of,
+    to_frame,
+    with_deaths,
+)
+from onebox.wire.protocol.eager import Replay
+from onebox.wire.protocol.instructions import Free, Get
 from onebox.wire.protocol.requests import Define, Instruction, Put, StoredProgram
 from onebox.wire.protocol.responses import Result, Tensors, WorkerFailure
 from onebox.worker.accelerator import Accelerator
@@ -35,6 +49,41 @@ def rigs_on(accelerator: Accelerator) -> Iterator[None]:
         _accelerators.pop()
 
 
+class Batch(NamedTuple):
+    """Calls that occur once, over buffers by number: ``kernel, inputs..., outputs...`` or ``FREE, number``."""
+
+    calls: tuple[int, ...]
+    floats: tuple[float, ...] = ()
+
+    def instructions(self, kernels: dict[int, KernelSpec]) -> list[Instruction]:
+        """Return the definition of the batch, its replay, and the end of its definition."""
+        records: list[Record] = []
+        at = 0
+        while at < len(self.calls):
+            number = self.calls[at]
+            if number == FREE:
+                records.append((FREE, self.calls[at + 1], 0, 0, ()))
+                at += 2
+                continue
+            middle = at + 1 + kernels[number].inputs
+            outputs = self.calls[middle : middle + sum(out is not None for out in kernels[number].outs)]
+            records.append((number, self.calls[at + 1 : middle], outputs[0] if outputs else 0, len(outputs), ()))
+            at = middle + len(outputs)
+        code, inputs, made, strays = encode_trace(records)
+        found: list[Instruction] = [Free(strays)] if strays else []
+        if code:
+            found += [
+                Define(_TAPE, TapeSpec(code, len(inputs), len(self.floats))),
+                Replay(_TAPE, inputs, made, self.floats),
+                Free((), (_TAPE,)),
+            ]
+        return found
+
+
+_TAPE = 999
+"""The number of the definition of a :class:`Batch`."""
+
+
 class Rig:
     """A machine, and a client that takes down what it hears and never answers.
 
@@ -49,6 +98,7 @@ class Rig:
     ) -> None:
         self.failures: list[WorkerFailure] = []
         self.said: list[Any] = []
+        self.kernels: dict[int, KernelSpec] = {}
         self.tickets = 0
         self.frames_out: list[Any] = []
         self.times_ns: tuple[int, ...] = ()
@@ -73,12 +123,17 @@ class Rig:
     def await_ticket(self, ticket: int, timeout_s: float) -> Any:
         raise RankLost(f"nobody answers ticket {ticket}")
 
-    def do(self, *instructions: Instruction, frames: Sequence[Any] = ()) -> list[Result]:
+    def do(self, *instructions: Instruction | Batch, frames: Sequence[Any] = ()) -> list[Result]:
         """Execute the instructions of one message."""
         left = iter(frames)
+        whole: list[Instruction] = []
+        for each in instructions:
+            if isinstance(each, Define) and isinstance(each.what, KernelSpec):
+                self.kernels[each.number] = each.what
+            whole += each.instructions(self.kernels) if isinstance(each, Batch) else [each]
         self.machine.begin()
         with torch.inference_mode():
-            results = [result for instruction in instructions for result in self.machine.execute(instruction, left)]
+            results = [result for instruction in whole for result in self.machine.execute(instruction, left)]
             reply = self.machine.reply(0, results)
             if reply.after is not None and not isinstance(self.machine, EmulatedExecutor):
                 reply.after.synchronize()

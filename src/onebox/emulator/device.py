@@ -26,7 +26,8 @@ from onebox.worker.device import ComputeDevice
 from onebox.worker.execution.errors import NoValues
 from onebox.worker.memory.host import HostMemory
 from onebox.worker.optimizer.native import NativeOptimizer
-from onebox.worker.programs.interpreter import CompiledProgram, Seed
+from onebox.worker.programs.interpreter import CompiledProgram
+from onebox.worker.programs.tape import Seed
 from onebox.worker.progress import WorkerProgress
 
 PRODUCT = "computes nothing"

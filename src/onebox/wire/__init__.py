@@ -28,6 +28,8 @@ if TYPE_CHECKING:
         PROGRAM_TYPES,
         Complex,
         DType,
+        GeneratorArgument,
+        Hole,
         LayoutArgument,
         Many,
         MemoryFormat,
@@ -45,14 +47,10 @@ if TYPE_CHECKING:
     from onebox.wire.protocol.codec import check_frames, decode_envelope, decode_worker_message, encode
     from onebox.wire.protocol.eager import (
         FREE,
-        Argument,
-        BlockSpec,
-        GeneratorArgument,
         GeneratorSpec,
-        Hole,
-        Items,
         KernelSpec,
         Strided,
+        TapeSpec,
     )
     from onebox.wire.receive_watch import SMALL_BYTES, ConnectionEvent, Overrun, ReceiveWatch, connection_of, socket_of
     from onebox.wire.recurrent import KINDS as RECURRENT_KINDS
@@ -82,8 +80,6 @@ __all__ = [
     "RECURRENT_BACKWARD",
     "RECURRENT_KINDS",
     "SMALL_BYTES",
-    "Argument",
-    "BlockSpec",
     "Codec",
     "Complex",
     "Connection",
@@ -92,7 +88,6 @@ __all__ = [
     "GeneratorArgument",
     "GeneratorSpec",
     "Hole",
-    "Items",
     "KernelSpec",
     "KeyPair",
     "LayoutArgument",
@@ -106,6 +101,7 @@ __all__ = [
     "Restarted",
     "SlotArgument",
     "Strided",
+    "TapeSpec",
     "TensorSpec",
     "Value",
     "check",
@@ -165,6 +161,8 @@ __getattr__ = lazy_names(
         "onebox.wire.program": (
             "Complex",
             "DType",
+            "GeneratorArgument",
+            "Hole",
             "LayoutArgument",
             "Many",
             "MemoryFormat",
@@ -182,15 +180,11 @@ __getattr__ = lazy_names(
         ),
         "onebox.wire.protocol.codec": ("check_frames", "decode_envelope", "decode_worker_message", "encode"),
         "onebox.wire.protocol.eager": (
-            "Argument",
-            "BlockSpec",
             "FREE",
-            "GeneratorArgument",
             "GeneratorSpec",
-            "Hole",
-            "Items",
             "KernelSpec",
             "Strided",
+            "TapeSpec",
         ),
         "onebox.wire.receive_watch": (
             "ConnectionEvent",

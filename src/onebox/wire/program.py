@@ -104,15 +104,41 @@ class Complex(WireStruct, frozen=True, tag="c"):
     imag: float
 
 
+class Hole(WireStruct, frozen=True, tag="h"):
+    """An argument of a kernel: the call's floating-point number with this index."""
+
+    index: int
+
+
+class GeneratorArgument(WireStruct, frozen=True, tag="g"):
+    """An argument of a kernel: the random number generator with a number."""
+
+    number: int
+
+
 class Many(WireStruct, frozen=True, tag="n"):
     """An operator argument: a flat list of numbers, or of tensors that may be missing."""
 
-    items: tuple[SlotArgument | bool | int | float | None, ...]
+    items: tuple[SlotArgument | Hole | Complex | bool | int | float | None, ...]
 
 
 Value = (
-    SlotArgument | DType | OwnDevice | LayoutArgument | MemoryFormat | Many | Complex | bool | int | float | str | None
+    SlotArgument
+    | Hole
+    | GeneratorArgument
+    | Many
+    | DType
+    | OwnDevice
+    | LayoutArgument
+    | MemoryFormat
+    | Complex
+    | bool
+    | int
+    | float
+    | str
+    | None
 )
+"""An argument of an operator; programs have no numbers that change, and no generators by number."""
 
 
 class Operator(WireStruct, frozen=True):

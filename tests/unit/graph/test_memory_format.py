@@ -11,6 +11,7 @@ from onebox.graph.memory_format import with_channels_last
 from onebox.plan import Stage
 from onebox.wire import Operator, Program
 from onebox.worker.programs.interpreter import CompiledProgram
+from onebox.worker.programs.tape import Row, Step
 from onebox.worker.progress import WorkerProgress
 from tests.kit.models import FATED
 from tests.unit.graph.lower.test_recompute import cut, expected_of
@@ -62,19 +63,19 @@ class Watched(CompiledProgram):
     def watch(self, inputs: list[Tensor]) -> tuple[list[Tensor], list[bool]]:
         """Run, and return what each convolution read."""
         seen: list[bool] = []
-        code = []
-        for operator, line in zip(self.program.operators, self._code, strict=True):
-            call = line[0]
-            if operator.name in CONVOLUTIONS:
-                weight = 1 if operator.name == CONVOLUTIONS[0] else 2
+        steps: list[Row] = []
+        for step in map(Step._make, self.steps):
+            call = step.run
+            if step.name in CONVOLUTIONS:
+                weight = 1 if step.name == CONVOLUTIONS[0] else 2
 
-                def call(*arguments: Tensor, inner: object = line[0], weight: int = weight) -> Tensor:
+                def call(*arguments: Tensor, inner: object = step.run, weight: int = weight) -> Tensor:
                     last = torch.channels_last
                     seen.extend(arguments[place].is_contiguous(memory_format=last) for place in range(weight))
                     return inner(*arguments)  # type: ignore[operator, no-any-return]
 
-            code.append((call, *line[1:]))
-        self._code = code
+            steps.append(step._replace(run=call))
+        self.steps = steps
         return self.run(inputs, lambda position: None, WorkerProgress()), seen
 
 

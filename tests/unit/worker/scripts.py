@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import pytest
@@ -11,23 +11,23 @@ from torch import Tensor
 
 from onebox.wire import (
     FREE,
-    BlockSpec,
     Complex,
     DType,
     GeneratorArgument,
     Hole,
-    Items,
     KernelSpec,
+    Many,
     OwnDevice,
     SlotArgument,
     Strided,
+    TapeSpec,
 )
-from onebox.wire.protocol.eager import Operate, Replay
+from onebox.wire.protocol.eager import Replay
 from onebox.wire.protocol.requests import Define
 from onebox.wire.protocol.responses import WorkerFailure
 from onebox.worker.memory.buffers import Poisoned
 from onebox.worker.programs.kernels import flatten, strided_of
-from tests.unit.machines import Rig
+from tests.unit.machines import Batch, Rig
 
 
 class Ref(NamedTuple):
@@ -93,26 +93,27 @@ class Script:
         """Return the instructions that define the kernels."""
         return [Define(number, kernel) for number, kernel in self.kernels.values()]
 
-    def calls(self, number: Callable[[int], int]) -> tuple[int, ...]:
-        """Return the calls, coded; buffers go by another number."""
+    def batch(self) -> Batch:
+        """Return the calls, which are run once."""
         coded: list[int] = []
         for record in self.records:
-            coded += [record.kernel, *map(number, record.inputs), *map(number, record.outputs)]
-        return tuple(coded)
-
-    def operate(self) -> Operate:
-        return Operate(self.calls(lambda number: number), tuple(self.floats))
+            coded += [record.kernel, *record.inputs, *record.outputs]
+        return Batch(tuple(coded), tuple(self.floats))
 
     def kept(self) -> tuple[int, ...]:
         """Return the numbers of what was made and is still there."""
         return tuple(number for number in self.tensors if number > len(self.given))
 
-    def block(self) -> BlockSpec:
-        slots = tuple(number - 1 for number in self.kept())
-        return BlockSpec(self.calls(lambda number: number - 1), len(self.given), slots, len(self.floats))
+    def tape(self) -> TapeSpec:
+        count = len(self.given)
+        coded: list[int] = []
+        for record in self.records:
+            coded.append(record.kernel)
+            coded += [number - 1 - count if number > count else -number for number in record.inputs]
+        return TapeSpec(tuple(coded), count, len(self.floats))
 
-    def replay(self, block: int) -> Replay:
-        return Replay(block, tuple(range(1, len(self.given) + 1)), self.kept(), tuple(self.floats))
+    def replay(self, tape: int) -> Replay:
+        return Replay(tape, tuple(range(1, len(self.given) + 1)), self.kept(), tuple(self.floats))
 
     def put(self, rig: Rig) -> None:
         """Fill the first buffers of a worker."""
@@ -151,7 +152,7 @@ class _Call:
             self.floats.append(value)
             return Hole(len(self.floats) - 1)
         if isinstance(value, list):
-            return Items(tuple(self.argument(item) for item in value))
+            return Many(tuple(self.argument(item) for item in value))
         if isinstance(value, complex):
             return Complex(value.real, value.imag)
         if isinstance(value, torch.dtype):
@@ -165,7 +166,7 @@ ONES = torch.ones(4, dtype=torch.float64)
 ADD = KernelSpec("aten.add.Tensor", (SlotArgument(0), SlotArgument(1)), {"alpha": Hole(0)}, 2, 1, (FOUR,))
 MUL_ = KernelSpec("aten.mul_.Tensor", (SlotArgument(0), SlotArgument(1)), {}, 2, 0)
 VIEW = KernelSpec(
-    "aten.view.default", (SlotArgument(0), Items((2, 2))), {}, 1, 0, (Strided("float64", (2, 2), (2, 1), 0, 32),)
+    "aten.view.default", (SlotArgument(0), Many((2, 2))), {}, 1, 0, (Strided("float64", (2, 2), (2, 1), 0, 32),)
 )
 MM = KernelSpec("aten.mm.default", (SlotArgument(0), SlotArgument(1)), {}, 2, 0, (FOUR,))
 
@@ -189,7 +190,7 @@ def on_a_worker(script: Script) -> Rig:
     """Run a script on a new worker."""
     rig = Rig()
     script.put(rig)
-    rig.do(*script.definitions(), script.operate())
+    rig.do(*script.definitions(), script.batch())
     return rig
 
 

@@ -23,18 +23,18 @@ from onebox.engine.workload.batch import Batch
 from onebox.errors import OneboxError
 from onebox.pool import Pool
 from onebox.wire import (
-    Argument,
     DType,
-    Items,
     KernelSpec,
+    Many,
     OwnDevice,
     SlotArgument,
     Strided,
     TensorSpec,
+    Value,
     elements_of,
     spec_of,
 )
-from onebox.wire.protocol.eager import Operate
+from onebox.wire.protocol.eager import Replay, alone
 from onebox.wire.protocol.instructions import Free
 from onebox.wire.protocol.requests import Define, Instruction, Put
 
@@ -247,15 +247,16 @@ class SampleCache:
         made: list[Instruction] = []
         number = self._kernels.get((worker, key))
         if number is None:
-            number = self._kernels[worker, key] = self._pool.new_number()
-            made.append(Define(number, kernel))
-        return [*made, Operate((number, *inputs, *outputs))]
+            once, number = self._pool.new_number(), self._pool.new_number()
+            self._kernels[worker, key] = number
+            made += [Define(once, kernel), Define(number, alone(once, kernel)), Free((), (once,))]
+        return [*made, Replay(number, inputs, outputs)]
 
 
 def _make(spec: TensorSpec) -> KernelSpec:
     """Return the kernel that allocates a slab."""
-    named: dict[str, Argument] = {"dtype": DType(spec.dtype), "device": OwnDevice()}
-    return KernelSpec("aten.empty.memory_format", (Items(spec.shape),), named, 0, 0, (_dense(spec),))
+    named: dict[str, Value] = {"dtype": DType(spec.dtype), "device": OwnDevice()}
+    return KernelSpec("aten.empty.memory_format", (Many(spec.shape),), named, 0, 0, (_dense(spec),))
 
 
 def _pick(spec: TensorSpec) -> KernelSpec:

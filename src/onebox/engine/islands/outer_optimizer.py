@@ -50,8 +50,8 @@ from onebox.errors import OneboxError, ReplicasParted
 from onebox.graph import zeros
 from onebox.pool import Pool, WorkerReply, raise_first
 from onebox.trainer_options import Outer
-from onebox.wire import DTYPES, Hole, KernelSpec, SlotArgument, to_frame
-from onebox.wire.protocol.eager import Operate
+from onebox.wire import DTYPES, Hole, KernelSpec, SlotArgument, TapeSpec, to_frame
+from onebox.wire.protocol.eager import Replay
 from onebox.wire.protocol.instructions import Ask, Call, Evict, Free, Get, Offload, Prefetch
 from onebox.wire.protocol.requests import Define, Instruction, Put, Run, StoredProgram
 from onebox.wire.protocol.responses import Digest, LinkTraffic
@@ -713,13 +713,22 @@ class OuterOptimizer:
 
     def _in_place(self, each: OuterRoutine, keep: float) -> list[Instruction]:
         """Return the instructions that change local values in place."""
-        found: list[Instruction] = []
-        if each.copies:
-            found.append(Operate(tuple(n for pair in each.copies for n in (self._copy, *pair))))
-        if each.blends:
-            calls = tuple(n for pair in each.blends for n in (self._blend, *pair))
-            found.append(Operate(calls, (1.0 - keep,) * len(each.blends)))
-        return found
+        floats = (1.0 - keep,) * len(each.blends)
+        return [*self._once(self._copy, each.copies), *self._once(self._blend, each.blends, floats)]
+
+    def _once(self, kernel: int, pairs: Sequence[tuple[int, int]], floats: tuple[float, ...] = ()) -> list[Instruction]:
+        """Return the instructions that apply a kernel to pairs of buffers, all or none."""
+        if not pairs:
+            return []
+        inputs = tuple(dict.fromkeys(number for pair in pairs for number in pair))
+        slots = {number: -1 - index for index, number in enumerate(inputs)}
+        calls = tuple(code for one, other in pairs for code in (kernel, slots[one], slots[other]))
+        tape = self._pool.new_number()
+        return [
+            Define(tape, TapeSpec(calls, len(inputs), len(floats))),
+            Replay(tape, inputs, (), floats),
+            Free((), (tape,)),
+        ]
 
     def close(self) -> None:
         """Leave the groups and free everything on the workers."""

@@ -23,9 +23,9 @@ from onebox.wire import (
     DType,
     GeneratorArgument,
     Hole,
-    Items,
     KernelSpec,
     LayoutArgument,
+    Many,
     MemoryFormat,
     OwnDevice,
     SlotArgument,
@@ -233,7 +233,7 @@ def versioned_inputs(kernel: KernelSpec) -> tuple[int, ...]:
     for place, argument in enumerate(function._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             given = kernel.args[place] if place < len(kernel.args) else kernel.kwargs.get(argument.name)
-            if isinstance(given, Items):
+            if isinstance(given, Many):
                 found += [item.index for item in given.items if isinstance(item, SlotArgument)]
     return tuple(found)
 
@@ -279,7 +279,7 @@ def describe(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Kernel
 
     def argument(value: Any) -> Any:
         if isinstance(value, list | tuple):
-            return Items(tuple(scalar(item) for item in value))
+            return Many(tuple(scalar(item) for item in value))
         if isinstance(value, str):
             return value
         if isinstance(value, torch.dtype):

@@ -1,8 +1,8 @@
 """The command queue of one virtual device: operators that are recorded and not yet sent.
 
 Operators are recorded and sent in batches, without waiting: after :data:`CALLS` of them, when a value is read, after an
-optimizer's step, and when nothing has come for :data:`IDLE_S`. A repeated batch is a block on the worker and is called
-by number.
+optimizer's step, and when nothing has come for :data:`IDLE_S`. A batch is a tape on the worker, defined at its first
+occurrence and run by number.
 """
 
 from __future__ import annotations
@@ -177,7 +177,6 @@ class CommandQueue:
         """Send a kernel before its first call."""
         number = self.pool.new_number()
         self._first.append((Define(number, op.kernel), ()))
-        self._batches.define(number, op.inputs, op.keeps)
         op.number = number
 
     @shielded

@@ -1,58 +1,20 @@
 """Eager operators: the protocol of a virtual device, one operator after the other.
 
 Repeated calls of an operator in a script differ in their tensors and in numbers such as a learning rate, rarely in
-anything else. So the rest is defined once, as a :class:`KernelSpec`, and a call is a few integers. A repeated sequence
-of calls is defined once, too, as a :class:`BlockSpec`. Unlike a :class:`~onebox.wire.program.Program` these may write
-to their arguments and create views: the worker holds the storages and tracks shared memory.
-
-Calls are coded as integers: ``kernel, inputs..., outputs...`` with as many of each as the kernel says, or ``FREE,
-number``.
+anything else. So the rest is defined once, as a :class:`KernelSpec`, and a call is a few integers. A batch of calls is
+defined at its first occurrence, as a :class:`TapeSpec`, and run by number. Unlike a
+:class:`~onebox.wire.program.Program` it may write to its arguments and create views: the worker holds the storages and
+tracks shared memory.
 """
 
 from __future__ import annotations
 
 from typing import Literal
 
-from onebox.wire.program import Complex, DType, LayoutArgument, MemoryFormat, OwnDevice, SlotArgument, WireStruct
+from onebox.wire.program import Value, WireStruct
 
 FREE = 0
-"""In place of a kernel's number: the next integer is a buffer to free."""
-
-
-class Hole(WireStruct, frozen=True, tag="h"):
-    """An argument: the call's floating-point number with this index."""
-
-    index: int
-
-
-class GeneratorArgument(WireStruct, frozen=True, tag="g"):
-    """An argument: the random number generator with a number."""
-
-    number: int
-
-
-class Items(WireStruct, frozen=True, tag="i"):
-    """An argument: a flat list."""
-
-    items: tuple[SlotArgument | Hole | Complex | bool | int | float | None, ...]
-
-
-Argument = (
-    SlotArgument
-    | Hole
-    | Complex
-    | GeneratorArgument
-    | Items
-    | DType
-    | OwnDevice
-    | LayoutArgument
-    | MemoryFormat
-    | bool
-    | int
-    | float
-    | str
-    | None
-)
+"""In place of a kernel's number: the next integer is a slot to free."""
 
 
 class Strided(WireStruct, frozen=True, tag="t"):
@@ -92,28 +54,39 @@ class KernelSpec(WireStruct, frozen=True, tag="kernel"):
     """
 
     name: str
-    args: tuple[Argument, ...]
-    kwargs: dict[str, Argument]
+    args: tuple[Value, ...]
+    kwargs: dict[str, Value]
     inputs: int
     floats: int
     outs: tuple[Strided | None, ...] = ()
 
 
-class BlockSpec(WireStruct, frozen=True, tag="block"):
-    """A sequence of calls over slots: the first ``inputs`` slots are inputs, each output fills the next slot.
+class TapeSpec(WireStruct, frozen=True, tag="tape"):
+    """A batch of calls over slots, independent of the numbers of its buffers.
+
+    Input ``i`` is in slot ``-1 - i``; what calls keep is in slots from 0, in order. The slots from 0 that are not freed
+    are its outputs.
 
     Args:
-        calls: The calls, encoded as integers, with slots for buffers. ``FREE`` frees a slot; for an input, it frees its
-            buffer, too.
-        inputs: Number of buffers of a :class:`Replay`.
-        outputs: The slots to keep, in the order of their numbers in a ``Replay``.
-        floats: Number of floating-point numbers of a ``Replay``: those of all calls, in order.
+        calls: For each call ``kernel, slots...``, with as many slots as the kernel has inputs; or ``FREE, slot``, which
+            for an input frees its buffer, too.
+        inputs: Number of inputs.
+        floats: Number of floating-point numbers of all calls.
     """
 
     calls: tuple[int, ...]
     inputs: int
-    outputs: tuple[int, ...]
-    floats: int
+    floats: int = 0
+
+
+def alone(number: int, kernel: KernelSpec) -> TapeSpec:
+    """Return the tape of a single call.
+
+    Args:
+        number: The kernel's number.
+        kernel: The kernel.
+    """
+    return TapeSpec((number, *range(-1, -1 - kernel.inputs, -1)), kernel.inputs, kernel.floats)
 
 
 class GeneratorSpec(WireStruct, frozen=True, tag="generator"):
@@ -125,29 +98,17 @@ class GeneratorSpec(WireStruct, frozen=True, tag="generator"):
 # ---- instructions
 
 
-class Operate(WireStruct, frozen=True, tag="operate"):
-    """Run operators in sequence.
-
-    Args:
-        calls: The calls, encoded as described in :mod:`onebox.wire.protocol.eager`, with buffers by number.
-        floats: The floating-point numbers of all of them, in order.
-    """
-
-    calls: tuple[int, ...]
-    floats: tuple[float, ...] = ()
-
-
 class Replay(WireStruct, frozen=True, tag="replay"):
-    """Run a stored block.
+    """Run a stored batch of calls.
 
     Args:
-        block: Its number.
-        inputs: Buffers for its first slots.
-        outputs: Numbers for the slots that it keeps.
+        tape: Its number.
+        inputs: The buffers that are its inputs.
+        outputs: Numbers for its outputs.
         floats: The floating-point numbers of all its calls, in order.
     """
 
-    block: int
+    tape: int
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     floats: tuple[float, ...] = ()
@@ -222,5 +183,5 @@ class StreamHeader(WireStruct, frozen=True, tag="stream"):
     errors: int = 0
 
 
-EagerWork = Operate | Replay | Perform | SetGenerator | KeepGenerator | DefaultType
+EagerWork = Replay | Perform | SetGenerator | KeepGenerator | DefaultType
 """Instructions outside of routines: those of scripts, operator by operator."""

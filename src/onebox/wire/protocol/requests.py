@@ -10,12 +10,12 @@ from __future__ import annotations
 from typing import Literal
 
 from onebox.wire.program import Message, Program, TensorSpec
-from onebox.wire.protocol.eager import BlockSpec, EagerWork, GeneratorSpec, KernelSpec, StreamHeader, Strided
+from onebox.wire.protocol.eager import EagerWork, GeneratorSpec, KernelSpec, StreamHeader, Strided, TapeSpec
 from onebox.wire.protocol.groups import FormGroup, LeaveGroup, Reduced, Rendezvous, Retime, TicketCancelled
 from onebox.wire.protocol.instructions import GroupDelays, Options, Step
 from onebox.wire.protocol.snapshots import SlotInstruction, StateEntry
 
-PROTOCOL = 22
+PROTOCOL = 23
 """Version of everything in this file, in ``steps.py``, ``program.py`` and ``state.py``; both sides must agree."""
 
 
@@ -80,7 +80,7 @@ class Define(Message, frozen=True, tag="define"):
     """Store something under a number."""
 
     number: int
-    what: StoredProgram | Routine | OptimizerSpec | KernelSpec | BlockSpec | GeneratorSpec
+    what: StoredProgram | Routine | OptimizerSpec | KernelSpec | TapeSpec | GeneratorSpec
 
 
 class Put(Message, frozen=True, tag="put"):

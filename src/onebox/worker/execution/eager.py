@@ -1,58 +1,27 @@
-"""Eager operators on a worker: single calls, stored blocks of calls, and random number generators."""
+"""Eager operators on a worker: batches of calls, single calls that are answered, and random number generators."""
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from onebox.errors import WireError
-from onebox.wire import DTYPES, FREE, BlockSpec, Complex, GeneratorSpec, KernelSpec, Strided, TensorSpec, spec_of
-from onebox.wire.protocol.eager import DefaultType, EagerWork, KeepGenerator, Operate, Perform, Replay, SetGenerator
+from onebox.wire import DTYPES, FREE, Complex, GeneratorSpec, KernelSpec, Strided, TapeSpec, TensorSpec, spec_of
+from onebox.wire.protocol.eager import DefaultType, EagerWork, KeepGenerator, Perform, Replay, SetGenerator
 from onebox.wire.protocol.responses import OperatorResult, Result, WorkerFailure
 from onebox.worker.comm.api import RankLost
 from onebox.worker.device import ComputeDevice
 from onebox.worker.execution.errors import NoValues, describe_failure, require_device
 from onebox.worker.memory.buffers import BufferStore, Poisoned, QuotaExceeded
-from onebox.worker.programs.blocks import CompiledBlock, Void
 from onebox.worker.programs.interpreter import OperatorFailed, describe
 from onebox.worker.programs.kernels import CompiledKernel, flatten, strided_of, written_inputs
+from onebox.worker.programs.tape import CompiledTape, Row, Step, Void, execute, tensors_of, void_among
 from onebox.worker.progress import WorkerProgress
-
-
-class VoidKernel:
-    """A kernel that could not be compiled: its calls are parsed, and void their outputs.
-
-    Args:
-        kernel: The kernel.
-        failure: The reason.
-    """
-
-    def __init__(self, kernel: KernelSpec, failure: WorkerFailure) -> None:
-        self.failure = failure
-        self.name = kernel.name
-        self.inputs = max(0, kernel.inputs)
-        self.floats = max(0, kernel.floats)
-        self.outputs = sum(out is not None for out in kernel.outs)
-        self.writes = tuple(index for index in written_inputs(kernel) if index < self.inputs)
-
-
-class Effects(NamedTuple):
-    """Buffers that an instruction changes.
-
-    Args:
-        outputs: Those that it fills.
-        written: Those that it may write to in place.
-        freed: Those that it frees.
-    """
-
-    outputs: Sequence[int]
-    written: Sequence[int]
-    freed: Sequence[int]
 
 
 class EagerExecutor:
@@ -61,7 +30,7 @@ class EagerExecutor:
     Args:
         device: The device.
         store: The buffers.
-        definitions: Kernels, blocks and generators by number.
+        definitions: Kernels, tapes and generators by number.
         progress: Incremented for each operator.
         fail: Called with each failure; ``new`` is false for a use of a void buffer.
     """
@@ -81,20 +50,19 @@ class EagerExecutor:
         self._fail = fail
 
     def define(
-        self, number: int, what: KernelSpec | BlockSpec | GeneratorSpec
-    ) -> CompiledKernel | CompiledBlock | torch.Generator:
+        self, number: int, what: KernelSpec | TapeSpec | GeneratorSpec
+    ) -> CompiledKernel | CompiledTape | torch.Generator:
         """Compile a definition.
 
         Raises:
             WireError: It is invalid on this worker.
-            Poisoned: A kernel of a block is void.
         """
         if number == FREE:
-            raise WireError(f"{FREE} is the number of no definition: in calls it ends a buffer")
+            raise WireError(f"{FREE} is the number of no definition: in calls it frees a slot")
         if isinstance(what, KernelSpec):
             return CompiledKernel(what, self._device.device, self.generator)
-        if isinstance(what, BlockSpec):
-            return CompiledBlock(what, self._kernel)
+        if isinstance(what, TapeSpec):
+            return CompiledTape(what, self._kernel)
         return self._device.new_generator(what.seed)
 
     def generator(self, number: int) -> torch.Generator:
@@ -113,9 +81,7 @@ class EagerExecutor:
 
     def run(self, instruction: EagerWork) -> list[Result]:
         """Execute an instruction and return its replies; raises the errors of the methods that it calls."""
-        if isinstance(instruction, Operate):
-            self.operate(instruction.calls, instruction.floats)
-        elif isinstance(instruction, Replay):
+        if isinstance(instruction, Replay):
             self.replay(instruction)
         elif isinstance(instruction, Perform):
             return [self.perform(instruction)]
@@ -141,128 +107,47 @@ class EagerExecutor:
         state = self.generator(instruction.generator).get_state()
         self._store.put(instruction.buffer, self._device.accelerator.to_device(state))
 
-    # ---- calls
+    # ---- batches
 
-    def operate(
-        self, calls: Sequence[int], floats: Sequence[float], failure: WorkerFailure | None = None
-    ) -> WorkerFailure | None:
-        """Run operators in sequence, up to one that fails.
+    def replay(self, replay: Replay, failure: WorkerFailure | None = None) -> None:
+        """Run a batch of calls, up to one that fails; views of what exists are made after it, too.
 
         Args:
-            calls: The calls.
-            floats: Their numbers.
-            failure: The failure for which all of them are skipped, if any.
-
-        Returns:
-            The failure for which some of them were skipped.
+            replay: The batch.
+            failure: The failure for which all its calls are skipped, if any.
 
         Raises:
-            WireError: The calls are invalid.
+            Poisoned: The batch is void.
+            WireError: It does not exist, or has other inputs, outputs or numbers.
         """
-        definitions, forget = self._definitions, self._store.forget
-        at = drawn = 0
-        end = len(calls)
-        while at < end:
-            number = calls[at]
-            if number == FREE and at + 1 < end:
-                forget(calls[at + 1])
-                at += 2
-                continue
-            kernel = definitions.get(number)
-            if type(kernel) is not CompiledKernel and type(kernel) is not VoidKernel:
-                raise WireError(f"a call of definition {number}, which is not there, or no kernel")
-            middle = at + 1 + kernel.inputs
-            stop, last = middle + kernel.outputs, drawn + kernel.floats
-            if stop > end or last > len(floats):
-                raise WireError(f"a call of {kernel.name} is cut short")
-            inputs, outputs = calls[at + 1 : middle], calls[middle:stop]
-            if failure is not None:
-                self._skip_call(kernel, inputs, outputs, floats[drawn:last], failure)
-            elif isinstance(kernel, VoidKernel):
-                failure = kernel.failure
-                self._fail(failure, new=False)
-                self._store.void(outputs, failure)
-            else:
-                failure = self._call(kernel, inputs, outputs, floats[drawn:last])
-            at, drawn = stop, last
-        if drawn != len(floats):
-            raise WireError(f"{len(floats)} numbers came for calls that take {drawn}")
-        return failure
-
-    def _call(
-        self, kernel: CompiledKernel, inputs: Sequence[int], outputs: Sequence[int], floats: Sequence[float]
-    ) -> WorkerFailure | None:
-        """Run one operator; where it fails, void its outputs and return the failure."""
-        progress, store = self._progress, self._store
-        progress.executed += 1
-        progress.doing = kernel.name
-        values: list[Any] = []
+        tape, store, inputs = self._tape(replay), self._store, replay.inputs
+        contents: list[Any]
         try:
-            values += store.many(inputs)
-            if floats:
-                values += floats
-            if kernel.constants:
-                values += kernel.constants
-            if kernel.new_bytes:  # it also writes to arguments, which a lack of memory must precede
-                store.reserve(kernel.new_bytes)
-            if kernel.resizes:
-                self._reserve_growth(kernel, values)
-            result = kernel.run(*kernel.pick(values))
-            if outputs:
-                for number, tensor in zip(outputs, kernel.kept(result), strict=True):
-                    store.put(number, tensor)
-            if kernel.resizes:
-                self._recount(kernel, inputs)
-            return None
-        except Poisoned as error:
-            failure = error.failure
-            if not kernel.views:
-                self._fail(failure, new=False)
-        except Exception as error:
-            if kernel.views and isinstance(error, RankLost):  # it reads no elements: who does so is told
-                failure = describe_failure(error, kernel.name)
-            else:
-                failure = self._explain(error, kernel, values)
-                self._void(kernel, inputs, outputs, failure)
-                return failure
-        store.void(outputs, failure)
-        return None if kernel.views else failure
-
-    def _skip_call(
-        self,
-        kernel: CompiledKernel | VoidKernel,
-        inputs: Sequence[int],
-        outputs: Sequence[int],
-        floats: Sequence[float],
-        failure: WorkerFailure,
-    ) -> None:
-        """Skip one operator and void its outputs.
-
-        A view of a tensor that is not void is made: it has no elements of its own, and the script may keep it.
-        """
-        store = self._store
-        if isinstance(kernel, CompiledKernel) and kernel.views:
+            contents, void = store.many(inputs), failure is not None
+        except (Poisoned, WireError, RankLost):
+            contents, void = [self._content(number) for number in inputs], True
+        run = TapeRun(self, tape, replay, void, failure)
+        whole = not void and tape.peak_bytes >= 0
+        if whole:
             try:
-                values = [*store.many(inputs), *floats, *kernel.constants]
-                self._reserve_growth(kernel, values)
-                result = kernel.run(*kernel.pick(values))
-                for number, tensor in zip(outputs, kernel.kept(result) if outputs else (), strict=True):
-                    store.put(number, tensor)
-                self._recount(kernel, inputs)
-                return
-            except Exception as error:
-                require_device(self._device, error, kernel.name)
-        self._void(kernel, inputs, outputs, failure)
+                store.reserve(tape.peak_bytes)
+            except QuotaExceeded:  # the operator is found at which there is no room
+                whole = False
+        if whole:
+            run.run(contents)
+            return
+        run.count()
+        _, peak_bytes = store.peak_of(lambda: run.run(contents))
+        if run.failure is None and not void:
+            tape.peak_bytes = peak_bytes
 
-    def _void(
-        self, kernel: CompiledKernel | VoidKernel, inputs: Sequence[int], outputs: Sequence[int], failure: WorkerFailure
-    ) -> None:
-        """Void the outputs of an operator, and a tensor of which the script has set another shape than there is."""
-        self._store.void(outputs, failure)
-        if isinstance(kernel, CompiledKernel) and kernel.views:
-            self._store.void([inputs[index] for index in kernel.writes], failure)
+    def _content(self, number: int) -> Any:
+        try:
+            return self._store.get(number)
+        except (Poisoned, WireError, RankLost) as error:
+            return Void(error)
 
-    def _explain(self, error: Exception, kernel: CompiledKernel, arguments: Sequence[Any]) -> WorkerFailure:
+    def explain(self, error: Exception, kernel: CompiledKernel, arguments: Sequence[Any]) -> WorkerFailure:
         """Report an operator's exception, and return it as a failure; see :func:`require_device`."""
         if arguments or not isinstance(error, WireError):  # without arguments one of its buffers is not there
             error = self._blamed(error, kernel, arguments)
@@ -314,167 +199,186 @@ class EagerExecutor:
                 self._recount(kernel, inputs)
             raise self._blamed(error, kernel, tensors) from error
 
-    def _reserve_growth(self, kernel: CompiledKernel, values: Sequence[Any]) -> None:
-        """Require room for what ``resize_`` will allocate.
-
-        Raises:
-            QuotaExceeded: There is none.
-        """
-        if kernel.name.split(".")[1] not in ("resize_", "resize_as_"):
-            return
-        target, size = kernel.pick(values)[:2]
-        shape = size.shape if isinstance(size, Tensor) else size
-        end = target.storage_offset() + math.prod(shape)
-        self._store.reserve(max(0, end * target.itemsize - target.untyped_storage().nbytes()))
-
     def _recount(self, kernel: CompiledKernel, inputs: Sequence[int]) -> None:
         """Update the memory count of inputs whose storages a kernel may have changed."""
         for index in kernel.resizes:
             self._store.recount(inputs[index])
 
-    # ---- blocks
-
-    def replay(self, replay: Replay) -> None:
-        """Run a stored block; the first run counts memory operator by operator, later ones as a whole.
-
-        Raises:
-            Poisoned: The block is void.
-            WireError: The block does not exist, or has other inputs, outputs or numbers.
-        """
-        compiled, store = self._checked_block(replay), self._store
-        block, inputs = compiled.block, replay.inputs
-        if compiled.peak_bytes < 0:
-            failure, peak_bytes = store.peak_of(lambda: self._replay_counted(compiled, replay))
-            compiled.peak_bytes = peak_bytes if failure is None else -1
-            return
-        try:
-            store.reserve(compiled.peak_bytes)
-            tensors = store.many(inputs)
-        except (QuotaExceeded, Poisoned, WireError):
-            self._replay_counted(compiled, replay)  # finds the operator that fails
-            return
-        registers = compiled.run(
-            tensors, replay.floats, self._progress, lambda slot: store.forget(inputs[slot]), self._explain
-        )
-        for slot in compiled.resizes:
-            store.recount(inputs[slot])
-        for number, slot in zip(replay.outputs, block.outputs, strict=True):
-            self._keep(number, registers[slot])
-
-    def _checked_block(self, replay: Replay) -> CompiledBlock:
-        compiled, inputs = self._block(replay.block), replay.inputs
-        block = compiled.block
-        if (len(inputs), len(replay.outputs), len(replay.floats)) != (block.inputs, len(block.outputs), block.floats):
-            raise WireError(f"block {replay.block} has other inputs, outputs or numbers than its replay")
-        if len(set(inputs)) != len(inputs):
-            raise WireError(f"a replay of block {replay.block} brings a buffer twice")
-        return compiled
-
-    def _replay_counted(
-        self, compiled: CompiledBlock, replay: Replay, failure: WorkerFailure | None = None
-    ) -> WorkerFailure | None:
-        """Run a block as single calls, whose slots are buffers with negative numbers; see :meth:`operate`."""
-        store, given, count = self._store, replay.inputs, len(replay.inputs)
-
-        def number(slot: int) -> int:
-            return given[slot] if slot < count else -1 - slot
-
-        for slot in compiled.begins:
-            store.forget(number(slot))
-        for step in compiled.steps:
-            numbers = replay.floats[step.floats : step.floats + step.kernel.floats]
-            inputs = [number(slot) for slot in step.slots]
-            outputs = [number(slot) for slot in range(step.first, step.stop)]
-            if failure is None:
-                failure = self._call(step.kernel, inputs, outputs, numbers)
-            else:
-                self._skip_call(step.kernel, inputs, outputs, numbers, failure)
-            for slot in step.dies:
-                store.forget(number(slot))
-        kept = [self._held(number(slot)) for slot in compiled.block.outputs]
-        for target, value in zip(replay.outputs, kept, strict=True):
-            self._keep(target, value)
-        for step in compiled.steps:
-            for slot in range(step.first, step.stop):
-                store.forget(number(slot))
-        return failure
-
-    def _held(self, number: int) -> Any:
-        try:
-            return self._store.get(number)
-        except Poisoned as error:
-            return Void(error.failure)
-
-    def _keep(self, number: int, value: Any) -> None:
-        if isinstance(value, Void):
-            self._store.void([number], value.failure)
-        else:
-            self._store.put(number, value)
-
-    # ---- skipped instructions
-
-    def skip(self, instruction: Operate | Replay | Perform, failure: WorkerFailure) -> None:
-        """Void the outputs of an instruction that does not run, and free the buffers that it would have freed."""
-        store = self._store
-        with contextlib.suppress(WireError, Poisoned):
-            if isinstance(instruction, Operate):
-                self.operate(instruction.calls, instruction.floats, failure)
-                return
-            if isinstance(instruction, Replay):
-                self._replay_counted(self._checked_block(instruction), instruction, failure)
-                return
-        effects = self.effects(instruction)
-        store.void(effects.outputs, failure)
-        for number in effects.freed:
-            store.forget(number)
-
-    def effects(self, instruction: Operate | Replay | Perform) -> Effects:
-        """Return the buffers that an instruction changes."""
-        if isinstance(instruction, Operate):
-            return self._effects_of_calls(instruction.calls)
-        if isinstance(instruction, Perform):
-            named = [index for index in written_inputs(instruction.kernel) if index < len(instruction.inputs)]
-            return Effects((instruction.first,), [instruction.inputs[index] for index in named], ())
-        found, given = self._definitions.get(instruction.block), instruction.inputs
-        freed, written = found.skip() if isinstance(found, CompiledBlock) else ([], list(range(len(given))))
-        buffers = [[given[slot] for slot in slots if slot < len(given)] for slots in (written, freed)]
-        return Effects(instruction.outputs, *buffers)
-
-    def _effects_of_calls(self, calls: Sequence[int]) -> Effects:
-        outputs, written, freed, at = list[int](), list[int](), list[int](), 0
-        while at + 1 < len(calls):
-            kernel = self._definitions.get(calls[at])
-            if calls[at] == FREE:
-                freed.append(calls[at + 1])
-                at += 2
-            elif isinstance(kernel, CompiledKernel | VoidKernel):
-                middle = at + 1 + kernel.inputs
-                stop = middle + kernel.outputs
-                if stop <= len(calls):
-                    outputs += calls[middle:stop]
-                    written += [calls[at + 1 + index] for index in kernel.writes]
-                at = stop
-            else:
-                break
-        return Effects(outputs, written, freed)
-
-    # ---- definitions
+    def _tape(self, replay: Replay) -> CompiledTape:
+        """Return the batch of a replay that fits it."""
+        found, inputs = self._definitions.get(replay.tape), replay.inputs
+        if isinstance(found, WorkerFailure):
+            raise Poisoned(found)
+        if not isinstance(found, CompiledTape):
+            raise WireError(f"definition {replay.tape} is not there, or no tape")
+        expected = found.spec.inputs, len(found.outputs), found.spec.floats
+        if (len(inputs), len(replay.outputs), len(replay.floats)) != expected:
+            raise WireError(f"tape {replay.tape} has other inputs, outputs or numbers than its replay")
+        if len({*inputs, *replay.outputs}) != len(inputs) + len(replay.outputs):
+            raise WireError(f"a replay of tape {replay.tape} names a buffer twice")
+        return found
 
     def _kernel(self, number: int) -> CompiledKernel:
         found = self._definitions.get(number)
-        if isinstance(found, VoidKernel):
-            raise Poisoned(found.failure)
         if not isinstance(found, CompiledKernel):
             raise WireError(f"a call of definition {number}, which is not there, or no kernel")
         return found
 
-    def _block(self, number: int) -> CompiledBlock:
-        found = self._definitions.get(number)
-        if isinstance(found, WorkerFailure):
-            raise Poisoned(found)
-        if not isinstance(found, CompiledBlock):
-            raise WireError(f"definition {number} is not there, or no block")
-        return found
+    # ---- skipped instructions
+
+    def skip(self, instruction: Replay | Perform, failure: WorkerFailure) -> None:
+        """Void the outputs of an instruction that does not run, and free the buffers that it would have freed."""
+        if isinstance(instruction, Replay):
+            with contextlib.suppress(WireError, Poisoned):
+                self.replay(instruction, failure)
+                return
+        made = instruction.outputs if isinstance(instruction, Replay) else (instruction.first,)
+        self._store.void(made, failure)
+
+    def changed(self, instruction: Replay | Perform) -> list[int]:
+        """Return the buffers that an instruction fills or may write to."""
+        given = instruction.inputs
+        made: Sequence[int]
+        written: Iterable[int]
+        if isinstance(instruction, Perform):
+            made, written = (instruction.first,), written_inputs(instruction.kernel)
+        else:
+            tape = self._definitions.get(instruction.tape)
+            made = instruction.outputs
+            written = tape.writes() if isinstance(tape, CompiledTape) else range(len(given))
+        return [*made, *(given[index] for index in written if index < len(given))]
+
+
+class TapeRun:
+    """A run of a batch of calls.
+
+    Args:
+        executor: Explains failures.
+        tape: The batch.
+        replay: Its buffers and numbers.
+        void: Whether a call may have to be skipped: one of its inputs does not exist, or all calls are skipped.
+        failure: The failure for which calls are skipped, if any.
+    """
+
+    __slots__ = ("_executor", "_numbers", "_replay", "_store", "_tape", "_void", "failure")
+
+    def __init__(
+        self, executor: EagerExecutor, tape: CompiledTape, replay: Replay, void: bool, failure: WorkerFailure | None
+    ) -> None:
+        self.failure = failure
+        self._executor, self._store = executor, executor._store
+        self._tape, self._replay, self._void = tape, replay, void
+        self._numbers: list[int] = []  # the buffer of each slot
+
+    def count(self) -> None:
+        """Count memory operator by operator, rather than as a whole: in buffers with negative numbers."""
+        tape, replay = self._tape, self._replay
+        self._numbers = [-1 - slot for slot in range(tape.filled)]
+        for slot, number in zip(tape.outputs, replay.outputs, strict=True):
+            self._numbers[slot] = number
+        self._numbers += reversed(replay.inputs)
+
+    def run(self, contents: list[Any]) -> None:
+        """Run it over the contents of its inputs; the list is emptied."""
+        tape, store, inputs = self._tape, self._store, self._replay.inputs
+        registers = tape.registers(contents, self._replay.floats)
+        if not self._numbers:
+            for index in tape.ends:  # the registers have them
+                store.forget(inputs[index])
+        steps: Iterable[Row] = tape.steps
+        if self._void:
+            steps = map(self._guarded, steps)
+        elif self._numbers and tape.reserving:
+            steps = list(steps)
+            for number in tape.reserving:
+                steps[number] = self._guarded(steps[number])
+        rest = iter(steps)
+        progress, after = self._executor._progress, self._counted if self._numbers else None
+        if not execute(rest, registers, progress, self._failed, after=after):
+            execute(map(self._guarded, rest), registers, WorkerProgress(), self._failed, after=after)
+        if not self._numbers:
+            for index in tape.resizes:
+                store.recount(inputs[index])
+        for number, slot in zip(self._replay.outputs, tape.outputs, strict=True):
+            made = registers[slot]
+            if isinstance(made, Void):
+                assert isinstance(made.error, Poisoned)
+                store.void([number], made.error.failure)
+            elif not self._numbers:
+                store.put(number, made)
+
+    def _guarded(self, row: Row) -> Row:
+        """Return a call that raises where it is skipped, reads what does not exist, or lacks memory."""
+        step, store = Step._make(row), self._store
+        kernel = step.kernel
+
+        def pick(registers: list[Any]) -> Sequence[Any]:
+            if self.failure is not None and not kernel.views:
+                raise Poisoned(self.failure)
+            missing = void_among(step, registers)
+            if missing is not None:
+                raise missing.error
+            arguments = step.pick(registers)
+            if kernel.new_bytes:  # it also writes to arguments, which a lack of memory must precede
+                store.reserve(kernel.new_bytes)
+            if kernel.name.split(".")[1] in ("resize_", "resize_as_"):
+                store.reserve(_growth_bytes(*arguments[:2]))
+            return arguments
+
+        return step._replace(pick=pick)
+
+    def _counted(self, row: Row, registers: list[Any]) -> None:
+        """Count what a call has made, and no longer what it was the last to use."""
+        _, _, _, _, dies, _, _, _, slots, first, stop, kernel = row
+        store, numbers = self._store, self._numbers
+        for slot in range(first, stop):
+            store.put(numbers[slot], registers[slot])
+        if kernel.resizes:
+            for index in kernel.resizes:
+                store.recount(numbers[slots[index]])
+        for slot in dies:
+            store.forget(numbers[slot])
+
+    def _failed(self, row: Row, registers: list[Any], error: Exception) -> bool:
+        """Void what a call would have made, and return whether the calls after it are skipped for it.
+
+        A view reads no elements: who does so is told of the failure. One that is not made changes no shape, which the
+        script does not know.
+        """
+        step, failure = Step._make(row), self.failure
+        kernel = step.kernel
+        views, stops = kernel.views, failure is None
+        if failure is not None:
+            if not isinstance(error, Poisoned):
+                require_device(self._executor._device, error, kernel.name)
+        elif isinstance(error, Poisoned):
+            failure = error.failure
+            stops, views = not views, False
+            if stops:
+                self._executor._fail(failure, new=False)
+        elif views and isinstance(error, RankLost):
+            failure = describe_failure(error, kernel.name)
+            stops = views = False
+        else:
+            there = void_among(step, registers) is None
+            failure = self._executor.explain(error, kernel, tensors_of(step, registers) if there else ())
+        mark = Void(Poisoned(failure))
+        lost = [*range(step.first, step.stop), *([step.slots[index] for index in kernel.writes] if views else ())]
+        for slot in lost:
+            registers[slot] = mark
+        self._store.void([self._replay.inputs[-1 - slot] for slot in lost if slot < 0], failure)
+        if self._numbers:
+            for slot in (*range(step.first, step.stop), *step.dies):
+                self._store.forget(self._numbers[slot])
+        if stops:
+            self.failure = failure
+        return stops
+
+
+def _growth_bytes(target: Tensor, size: Any) -> int:
+    """Return the bytes that ``resize_`` will allocate."""
+    end = target.storage_offset() + math.prod(size.shape if isinstance(size, Tensor) else size)
+    return max(0, int(end) * target.itemsize - target.untyped_storage().nbytes())
 
 
 def _encoded_result(result: Any) -> Strided | Complex | bool | int | float | None:

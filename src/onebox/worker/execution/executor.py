@@ -13,8 +13,8 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from onebox.errors import WireError
-from onebox.wire import BlockSpec, GeneratorSpec, KernelSpec, TensorSpec, from_frame, rows_of, spec_of, to_frame, unpack
-from onebox.wire.protocol.eager import EagerWork, KeepGenerator, Operate, Perform, Replay, SetGenerator, StreamHeader
+from onebox.wire import GeneratorSpec, KernelSpec, TapeSpec, TensorSpec, from_frame, rows_of, spec_of, to_frame, unpack
+from onebox.wire.protocol.eager import EagerWork, KeepGenerator, Perform, Replay, SetGenerator, StreamHeader
 from onebox.wire.protocol.groups import FormGroup, LeaveGroup, Retime
 from onebox.wire.protocol.instructions import (
     Ask,
@@ -54,7 +54,7 @@ from onebox.worker.comm.manager import GroupManager, groups_of
 from onebox.worker.comm.tcp.mesh import GroupNetwork
 from onebox.worker.device import ComputeDevice, seed_of
 from onebox.worker.execution.collectives import CollectiveExecutor, Communication, Resolve
-from onebox.worker.execution.eager import EagerExecutor, VoidKernel
+from onebox.worker.execution.eager import EagerExecutor
 from onebox.worker.execution.errors import describe_failure, require_device
 from onebox.worker.execution.numerics import NumericState
 from onebox.worker.execution.optimizer_steps import OptimizerSteps
@@ -70,6 +70,7 @@ from onebox.worker.optimizer.deferred import DeferredOptimizer
 from onebox.worker.optimizer.native import NativeOptimizer
 from onebox.worker.programs.graphs import GraphMemory
 from onebox.worker.programs.interpreter import CompiledProgram, OperatorFailed, describe
+from onebox.worker.programs.kernels import CompiledKernel
 from onebox.worker.progress import Trace, WorkerProgress
 from onebox.worker.snapshots.service import SnapshotService
 
@@ -79,9 +80,7 @@ Report = Callable[[WorkerFailure], None]
 _ANSWERED = frozenset({Get, Ask, Perform, Snapshot, Read, Lay, Remembered})
 """Instructions with awaited replies; if there can be none, the failure is the reply."""
 
-_STOPPED = frozenset(
-    {Put, Call, Get, Ask, Operate, Replay, Perform, KeepGenerator, SetGenerator, *get_args(Communication)}
-)
+_STOPPED = frozenset({Put, Call, Get, Ask, Replay, Perform, KeepGenerator, SetGenerator, *get_args(Communication)})
 """Instructions that have no effect in a stream that has stopped."""
 
 
@@ -400,7 +399,7 @@ class Executor:
             for position in instruction.takes:
                 if 0 <= position < len(instruction.inputs):
                     self.store.forget(resolve(instruction.inputs[position]))
-        if isinstance(instruction, Operate | Replay | Perform):
+        if isinstance(instruction, Replay | Perform):
             self._eager.skip(instruction, failure)
         if isinstance(instruction, OptimizerStep):
             optimizer = self._definitions.get(instruction.optimizer)
@@ -412,7 +411,7 @@ class Executor:
             self._undefine(instruction.number)
             what = instruction.what
             self._definitions[instruction.number] = (
-                VoidKernel(what, failure) if isinstance(what, KernelSpec) else failure
+                CompiledKernel.void(what, failure) if isinstance(what, KernelSpec) else failure
             )
             if isinstance(what, Routine):
                 self._owed[instruction.number] = groups_of(what)
@@ -429,9 +428,8 @@ class Executor:
         A routine is not recorded: a trainer that loses a step goes back to a snapshot.
         """
         numbers: Sequence[int] = ()
-        if isinstance(instruction, Operate | Replay | Perform):
-            effects = self._eager.effects(instruction)
-            numbers = (*effects.outputs, *effects.written)
+        if isinstance(instruction, Replay | Perform):
+            numbers = self._eager.changed(instruction)
         elif isinstance(instruction, Receive | Reduce | Gather | Broadcast | Call):
             numbers = _writes(instruction)
         if numbers:
@@ -470,7 +468,7 @@ class Executor:
             if any(getattr(step, "age", 0) < 0 for step in what.steps):
                 raise WireError("an age below 0; allowed is 0 or more steps before the run's step")
             self._definitions[define.number] = what
-        elif isinstance(what, KernelSpec | BlockSpec | GeneratorSpec):
+        elif isinstance(what, KernelSpec | TapeSpec | GeneratorSpec):
             self._definitions[define.number] = self._eager.define(define.number, what)
         else:
             self._definitions[define.number] = optimizer = deferred or self._optimizer(what, frames)
@@ -573,6 +571,7 @@ class Executor:
             )
         finally:
             device.unseed()
+            self.progress.doing = "call"
 
     def _room(self) -> int | None:
         """Return the bytes that a captured program may take; ``None`` while a group's operations go on: a wait for the

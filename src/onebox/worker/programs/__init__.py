@@ -1,2 +1,2 @@
-"""Programs, kernels and blocks made ready to run on one device: checked, resolved, and interpreted. Buffers by number
-are in memory; instructions are in execution."""
+"""Programs and batches of calls made ready to run on one device: checked, resolved, and executed as tapes. Buffers by
+number are in memory; instructions are in execution."""

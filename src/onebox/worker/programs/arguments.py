@@ -28,7 +28,7 @@ def constant(value: Any, device: torch.device) -> Any:
         WireError: It names an element type, layout or memory format that is not allowed.
     """
     if isinstance(value, Many):
-        return list(value.items)
+        return [constant(item, device) for item in value.items]
     if isinstance(value, DType):
         if value.name not in DTYPES:
             raise WireError(f"element type {value.name!r} is not allowed")
@@ -49,11 +49,14 @@ def constant(value: Any, device: torch.device) -> Any:
 
 
 def picker(places: Sequence[ValueIndex]) -> Callable[[Any], Sequence[Any]]:
-    """Return a function that selects values by position from a list, implemented in C if no position is a list."""
+    """Return a function that selects values by position from a list, implemented in C if no position is a list.
+
+    Positions may be negative, as everywhere.
+    """
     if all(isinstance(place, int) for place in places):
         if len(places) > 1:
             return op.itemgetter(*places)
-        return op.itemgetter(slice(places[0], places[0] + 1) if places else slice(0))  # type: ignore[operator]
+        return op.itemgetter(slice(places[0], places[0] + 1 or None) if places else slice(0))  # type: ignore[operator]
     parts = [op.itemgetter(place) if isinstance(place, int) else picker(place) for place in places]
 
     def pick(values: Any) -> list[Any]:

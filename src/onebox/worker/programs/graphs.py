@@ -25,7 +25,8 @@ import torch
 from torch import Tensor
 
 from onebox.worker.accelerator import Accelerator, Graph
-from onebox.worker.programs.interpreter import CompiledProgram, OperatorFailed, Seed
+from onebox.worker.programs.interpreter import CompiledProgram, OperatorFailed
+from onebox.worker.programs.tape import Seed
 from onebox.worker.progress import WorkerProgress
 from onebox.worker.sandbox.argument_checks import zeros_strided
 

@@ -1,8 +1,9 @@
-"""The interpreter: a stored program, compiled for execution."""
+"""Stored programs as tapes, whose first run is checked and whose operators get contiguous tensors if they need them."""
 
 from __future__ import annotations
 
 import functools
+import itertools
 import operator as op
 import re
 from collections.abc import Callable, Sequence
@@ -16,27 +17,22 @@ from onebox.cost.lifetimes import owners
 from onebox.errors import WireError
 from onebox.wire import (
     DTYPES,
-    Many,
     Operator,
     Program,
-    SlotArgument,
     Strided,
-    Value,
     check,
     dtype_name,
     reads,
     specs_by_slot,
 )
 from onebox.worker.memory.buffers import lacks_memory
-from onebox.worker.optimizer.fused_kernels import exactly
-from onebox.worker.programs.arguments import ValueIndex, by_keyword, constant, picker
-from onebox.worker.programs.bindings import TENSOR, fastest, spreads
+from onebox.worker.programs.arguments import picker
 from onebox.worker.programs.device_implementation import device_implementation
-from onebox.worker.programs.kernels import OutputLayout
+from onebox.worker.programs.kernels import OutputLayout, Places, compile_call
 from onebox.worker.programs.matmul_dispatch import faster_implementation
+from onebox.worker.programs.tape import Row, Seed, Step, execute
 from onebox.worker.progress import WorkerProgress
 from onebox.worker.sandbox.allow_list import allowed
-from onebox.worker.sandbox.argument_checks import check_constants, guarded
 
 _shape = op.attrgetter("shape")
 _dtype = op.attrgetter("dtype")
@@ -47,9 +43,6 @@ _FORMATS = (torch.contiguous_format, torch.channels_last)
 
 _STRIDES = re.compile("strid|contiguous", re.IGNORECASE)
 """In the messages of kernels that refuse strides."""
-
-Seed = Callable[[int], None]
-"""Seeds the device's random numbers for the random operator at a position."""
 
 
 class OperatorFailed(Exception):
@@ -71,8 +64,7 @@ class OperatorFailed(Exception):
 class CompiledProgram:
     """A program with resolved operators, and arguments laid out in registers.
 
-    Constants are in registers after the slots, so that the arguments of an operator are picked by one
-    ``operator.itemgetter`` in C.
+    Its inputs are in the first registers; each operator fills the next ones, and constants are in the last.
 
     Args:
         program: The program, deaths set.
@@ -92,8 +84,6 @@ class CompiledProgram:
         self._device = device
         self._shapes = [torch.Size(spec.shape) for spec in program.inputs]
         self._dtypes = [DTYPES[spec.dtype] for spec in program.inputs]
-        self._registers: list[Any] = [None] * program.slots
-        self._numbers: dict[int, int] = {}  # registers of integers
         self._checked = False
         self._footprints: dict[tuple[int, ...], Footprint] = {}
         self._specs = specs_by_slot(program)
@@ -104,7 +94,17 @@ class CompiledProgram:
             place for place, slot in enumerate(program.outputs) if self._specs[slot].dtype.startswith("complex")
         ]
         self._given_out = {memory_of[slot] for slot in program.outputs}
-        self._code = [self._compile(operator) for operator in program.operators]
+        count = itertools.count(len(program.inputs))
+        self._filled = [tuple([next(count) for _ in operator.outs]) for operator in program.operators]
+        at = dict(enumerate(range(len(program.inputs))))  # register of each slot
+        for operator, registers in zip(program.operators, self._filled, strict=True):
+            at |= {slot: register for slot, register in zip(operator.outs, registers, strict=True) if slot is not None}
+        self._at = at
+        slots = next(count)
+        self._places = Places(at, range(0), slots, device)
+        self.steps = list(map(self._compile, itertools.count(), program.operators, self._filled))
+        self._outputs = [at[slot] for slot in program.outputs]
+        self._start = [*[None] * slots, *self._places.constants]
         read = {slot for operator in program.operators for slot in reads(operator)} | set(program.outputs)
         self._unread = [slot for slot in range(len(program.inputs)) if slot not in read]
 
@@ -149,38 +149,20 @@ class CompiledProgram:
                 program declares.
         """
         self.check_inputs(inputs)
-        registers = self._registers.copy()
+        registers = self._start.copy()
         registers[: len(inputs)] = inputs
         inputs.clear()
         for slot in self._unread:
             registers[slot] = None
-        first = not self._checked
-        for number, (call, pick, keywords, outs, dies, position) in enumerate(self._code):
-            progress.executed += 1
-            if position >= 0:
-                seed(position)
-            try:
-                result = call(*pick(registers), **keywords) if keywords else call(*pick(registers))
-                if isinstance(result, Tensor):
-                    registers[outs[0]] = result
-                else:
-                    for slot, tensor in zip(outs, result, strict=True):
-                        if slot is not None:
-                            registers[slot] = tensor
-            except Exception as error:
-                self._with_contiguous(number, registers, seed, error)
-            if first:
-                self._check(number, registers)
-            result = tensor = None  # freed tensors must not survive here
-            for slot in dies:
-                registers[slot] = None
+        check_made = None if self._checked else self._check
+        execute(self.steps, registers, progress, functools.partial(self._with_contiguous, seed), seed, check_made)
         self._checked = True
-        made = [registers[slot] for slot in self.program.outputs]
+        made = [registers[slot] for slot in self._outputs]
         for place in self._complex:  # elements are sent as they are in memory
             made[place] = made[place].resolve_conj()
         return made
 
-    def _with_contiguous(self, number: int, registers: list[Any], seed: Seed, error: Exception) -> None:
+    def _with_contiguous(self, seed: Seed, row: Row, registers: list[Any], error: Exception) -> bool:
         """Run an operator again that failed: it may have refused strides, which differ by kernel, device and journey.
 
         If it takes contiguous tensors, it is given such ones from now on.
@@ -188,30 +170,32 @@ class CompiledProgram:
         Raises:
             OperatorFailed: It was not for strides.
         """
-        call, pick, keywords, outs, dies, position = self._code[number]
-        name, args = self.program.operators[number].name, pick(registers)
+        if isinstance(error, OperatorFailed):
+            raise error
+        step = Step._make(row)
+        number, args = step.number, step.pick(registers)
         tries: list[Callable[..., Any]] = []
         # what a rule about arguments refuses stays refused, whatever its strides; where memory lacks, copies take more
         refused = not isinstance(error, WireError) and not lacks_memory(error)
         if refused and not all(tensor.is_contiguous() for tensor in _tensors(args)):
-            tries = [Tensor.reshape] if name in _VIEWS else _contiguous_first(call, _tensors(args))
+            tries = [Tensor.reshape] if step.name in _VIEWS else _contiguous_first(step.run, _tensors(args))
         for again in tries:
-            try:
-                if position >= 0:
-                    seed(position)
-                result = again(*args, **keywords)
-                made = [result] if isinstance(result, Tensor) else result
-                for slot, tensor in zip(outs, made, strict=True):
-                    if slot is not None:
-                        registers[slot] = tensor
-            except Exception as failed:
-                if lacks_memory(failed):
-                    error = failed if _STRIDES.search(str(error)) else error
-                    break
-            else:
-                self._code[number] = again, pick, keywords, outs, dies, position
-                return
-        raise OperatorFailed(name, describe(args), number) from error
+            changed = step._replace(run=again)
+            problems: list[Exception] = []
+
+            def fail(row: Row, registers: list[Any], error: Exception, problems: list[Exception] = problems) -> bool:
+                problems.append(error)
+                return True
+
+            if execute([changed._replace(dies=[])], registers, WorkerProgress(), fail, seed):
+                self.steps[number] = tuple(changed)
+                if not self._checked:
+                    self._check(changed, registers)
+                return False
+            if lacks_memory(problems[0]):
+                error = problems[0] if _STRIDES.search(str(error)) else error
+                break
+        raise OperatorFailed(step.name, describe(args), number) from error
 
     def laid_out(self, outputs: list[Tensor]) -> list[Tensor]:
         """Return outputs of a run in their required layouts.
@@ -224,73 +208,59 @@ class CompiledProgram:
         pairs = zip(outputs, self._layouts, strict=True)
         return [tensor if layout is None else layout.fit(tensor, fresh=True) for tensor, layout in pairs]
 
-    def _compile(self, operator: Operator) -> tuple[Any, ...]:
+    def _compile(self, number: int, operator: Operator, filled: tuple[int, ...]) -> Row:
         call = allowed(operator.name)
-        check_constants(call, operator.args, operator.kwargs)
-        named = {key: value for key, value in operator.kwargs.items() if _holds_tensors(value)}
-        keywords = {key: constant(value, self._device) for key, value in operator.kwargs.items() if key not in named}
         returns = call._schema.returns
         listed = len(returns) == 1 and str(returns[0].type) != "Tensor"
         if not listed and (len(operator.outs) != len(returns) or operator.outs == (None,)):
             raise WireError(f"{operator.name} has {len(returns)} outputs, but fills {operator.outs}")
-        run = exactly(call)
-        given = [self._constants(value) for value in operator.args]
-        if run is call:
-            run = fastest(call, given, keywords | {key: self._constants(value) for key, value in named.items()})
-        direct = run
-        if not named:
-            run = (
-                device_implementation(operator, self._specs, self._device)
-                or faster_implementation(operator, self._specs, self._device)
-                or run
-            )
-        run = guarded(call, run)
-        if named:
-            run = by_keyword(run, tuple(named))
-        within = operator.outs[0] not in self._given_out  # no operator writes there, so that nothing needs a copy
-        if operator.name == "aten.clone.default" and keywords.get("memory_format") in _FORMATS and within:
-            run = Tensor.contiguous
-        args = [*operator.args, *named.values()]
-        if run is direct and not operator.kwargs and spreads(run, call, given):
-            args[-1:] = given[-1]
-        positional = [self._register(value) for value in args]
-        return run, picker(positional), keywords, operator.outs, operator.dies, operator.position
 
-    def _register(self, value: Value) -> ValueIndex:
-        """Return the register of an argument, or the registers of a list that holds tensors."""
-        if isinstance(value, SlotArgument):
-            return value.index
-        if isinstance(value, Many) and _holds_tensors(value):
-            return tuple(self._register(item) for item in value.items)  # type: ignore[misc]
-        known = self._numbers.get(value) if value.__class__ is int else None
-        if known is not None:
-            return known
-        self._registers.append(constant(value, self._device))
-        if value.__class__ is int:
-            self._numbers[value] = len(self._registers) - 1
-        return len(self._registers) - 1
+        def implementation() -> Callable[..., Any] | None:
+            made = device_implementation(operator, self._specs, self._device)
+            return made or faster_implementation(operator, self._specs, self._device)
 
-    def _constants(self, value: Value) -> Any:
-        """Return an argument, :data:`TENSOR` in place of tensors."""
-        if isinstance(value, Many):
-            return [TENSOR if isinstance(item, SlotArgument) else item for item in value.items]
-        return TENSOR if isinstance(value, SlotArgument) else constant(value, self._device)
+        run, places = compile_call(call, operator.args, operator.kwargs, self._places, implementation)
+        if operator.name == "aten.clone.default" and operator.outs[0] not in self._given_out:
+            form = self._places.constant(operator.kwargs.get("memory_format"))
+            if form in _FORMATS:  # no operator writes there, so that nothing needs a copy
+                run = functools.partial(Tensor.contiguous, memory_format=form)
+        ended = [self._at[slot] for slot in operator.dies]
+        ended += [register for slot, register in zip(operator.outs, filled, strict=True) if slot is None]
+        first, stop = filled[0] if filled else 0, filled[-1] + 1 if filled else 0
+        single = not listed and len(filled) == 1
+        return (
+            run,
+            picker(places),
+            None if single else functools.partial(_split, len(filled)),
+            first if single else slice(first, stop),
+            ended,
+            operator.position,
+            operator.name,
+            number,
+            (),
+            first,
+            stop,
+            None,
+        )
 
-    def _check(self, number: int, registers: list[Any]) -> None:
+    def _check(self, row: Row, registers: list[Any]) -> None:
+        number = row[7]
         operator = self.program.operators[number]
-        for slot, spec in zip(operator.outs, operator.specs, strict=True):
+        for register, slot, spec in zip(self._filled[number], operator.outs, operator.specs, strict=True):
             if slot is None or spec is None:
                 continue
-            made = registers[slot]
+            made = registers[register]
             if made is None or tuple(made.shape) != spec.shape or dtype_name(made.dtype) != spec.dtype:
                 problem = WireError(f"made {describe([made])}, but the program says {spec}")
                 raise OperatorFailed(operator.name, "", number) from problem
 
 
-def _holds_tensors(value: Value) -> bool:
-    return isinstance(value, SlotArgument) or (
-        isinstance(value, Many) and any(isinstance(i, SlotArgument) for i in value.items)
-    )
+def _split(count: int, result: Any) -> Sequence[Any]:
+    """Return the outputs of an operator that has several, or a list."""
+    made = (result,) if isinstance(result, Tensor) else result
+    if len(made) != count:
+        raise ValueError(f"it returned {len(made)} tensors where {count} are expected")
+    return made
 
 
 def describe(arguments: Sequence[Any]) -> str:

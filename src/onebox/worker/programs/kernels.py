@@ -1,19 +1,33 @@
-"""A compiled kernel: its operator, the mapping of a call's values to arguments, and the selection of its results."""
+"""Compiled calls of operators: the function to call, the mapping of values to its arguments, and the selection of its
+results."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
 from onebox.errors import WireError
-from onebox.wire import DTYPES, GeneratorArgument, Hole, Items, KernelSpec, SlotArgument, Strided, dtype_name, overload
+from onebox.wire import (
+    DTYPES,
+    GeneratorArgument,
+    Hole,
+    KernelSpec,
+    Many,
+    SlotArgument,
+    Strided,
+    dtype_name,
+    overload,
+)
+from onebox.wire.protocol.responses import WorkerFailure
+from onebox.worker.memory.buffers import Poisoned
 from onebox.worker.optimizer.fused_kernels import exactly
 from onebox.worker.programs.arguments import ValueIndex, by_keyword, constant, picker
-from onebox.worker.programs.bindings import TENSOR, fastest
+from onebox.worker.programs.bindings import TENSOR, fastest, spreads
 from onebox.worker.sandbox.allow_list import EAGER, allowed
 from onebox.worker.sandbox.argument_checks import check_constants, guarded, zeros_strided
 
@@ -29,11 +43,116 @@ _KNOWN_STRIDES = 4
 _INPUTS = 1 << 16
 
 
+class Places:
+    """Where arguments of operators are among the registers of a tape, or among the values of one call; constants are
+    added as they come.
+
+    Args:
+        slots: The register of each tensor.
+        floats: Those of floating-point numbers.
+        first: That of the first constant.
+        device: The worker's device.
+        generator: Returns the random number generator with a number.
+    """
+
+    def __init__(
+        self,
+        slots: Mapping[int, int] | range,
+        floats: range,
+        first: int,
+        device: torch.device,
+        generator: Callable[[int], torch.Generator] | None = None,
+    ) -> None:
+        self.constants: list[Any] = []
+        self._slots, self._floats, self._first = slots, floats, first
+        self._device = device
+        self._generator = generator
+        self._integers: dict[int, int] = {}
+
+    def place(self, name: str, value: Any) -> ValueIndex:
+        """Return the register of an operator's argument, or the registers of a list that has open ones."""
+        if isinstance(value, SlotArgument):
+            if value.index not in self._slots:
+                raise WireError(f"{name} takes tensor {value.index} of a call that brings {len(self._slots)}")
+            return self._slots[value.index]
+        if isinstance(value, Hole):
+            if not 0 <= value.index < len(self._floats):
+                raise WireError(f"{name} takes number {value.index} of a call that brings {len(self._floats)}")
+            return self._floats[value.index]
+        if isinstance(value, Many) and is_open(value):
+            return tuple(self.place(name, item) for item in value.items)  # type: ignore[misc]
+        known = self._integers.get(value) if value.__class__ is int else None
+        if known is not None:
+            return known
+        self.constants.append(self.constant(value))
+        register = self._first + len(self.constants) - 1
+        if value.__class__ is int:
+            self._integers[value] = register
+        return register
+
+    def example(self, value: Any) -> Any:
+        """Return an argument as it may be in a call, :data:`TENSOR` in place of tensors."""
+        if isinstance(value, Many):
+            return [self.example(item) for item in value.items]
+        if isinstance(value, SlotArgument | Hole):
+            return TENSOR if isinstance(value, SlotArgument) else 0.5
+        return self.constant(value)
+
+    def constant(self, value: Any) -> Any:
+        """Return an argument that is the same in every call."""
+        if isinstance(value, GeneratorArgument):
+            if self._generator is None:
+                raise WireError("a program draws from no generator but its own")
+            return self._generator(value.number)
+        return constant(value, self._device)
+
+
+def compile_call(
+    call: OpOverload,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    places: Places,
+    implementation: Callable[[], Callable[..., Any] | None] | None = None,
+) -> tuple[Callable[..., Any], list[ValueIndex]]:
+    """Return the function that calls an operator with its open arguments and some constants, and where these are.
+
+    Args:
+        call: The operator.
+        args: Its positional arguments, as in messages.
+        kwargs: Its keyword arguments, likewise.
+        places: Where arguments are.
+        implementation: Returns another function for positional arguments, if there is one; given for calls that are
+            worth the search.
+
+    Raises:
+        WireError: An argument is not allowed, or does not exist.
+    """
+    check_constants(call, args, kwargs)
+    name = str(call)
+    given = [places.example(value) for value in args]
+    named = [key for key, value in kwargs.items() if is_open(value)]
+    run = exactly(call)
+    if run is call:
+        run = fastest(call, given, {key: places.example(value) for key, value in kwargs.items()})
+    other = implementation() if implementation is not None and not named else None
+    direct = run = other or run
+    run = guarded(call, run)
+    whole = list(args)
+    if implementation is not None and other is None and run is direct and not kwargs and spreads(run, call, given):
+        whole[-1:] = given[-1]
+    fixed = {key: places.constant(value) for key, value in kwargs.items() if key not in named}
+    if fixed:
+        run = functools.partial(run, **fixed)
+    if named:
+        run = by_keyword(run, tuple(named))
+    return run, [places.place(name, value) for value in (*whole, *(kwargs[key] for key in named))]
+
+
 class CompiledKernel:
     """A kernel with resolved operator, whose arguments are picked from one list of values.
 
     The values of a call are its tensors, then its floating-point numbers, then ``constants``:
-    ``kernel.kept(kernel.run(*kernel.pick(values)))`` are the tensors that it keeps.
+    ``kernel.keep(kernel.run(*kernel.pick(values)))`` is what it keeps: a tensor if ``single``, otherwise a sequence.
 
     Args:
         kernel: The kernel.
@@ -45,78 +164,93 @@ class CompiledKernel:
     """
 
     __slots__ = (
-        "_dtype", "_listed", "_outs", "_shape", "_strides", "constants", "floats", "fresh", "inputs", "kept",
-        "name", "needs_values", "new_bytes", "outputs", "pick", "places", "resizes", "returns", "run", "views",
-        "writes",
+        "_dtype", "_listed", "_outs", "_shape", "_strides", "constants", "flat", "floats", "fresh", "inputs", "keep",
+        "name", "needs_values", "new_bytes", "outputs", "pick", "plain", "reserves", "resizes", "returns", "run",
+        "single", "views", "writes",
     )  # fmt: skip
 
     def __init__(self, kernel: KernelSpec, device: torch.device, generator: Callable[[int], torch.Generator]) -> None:
         call = allowed(kernel.name, EAGER)
         schema = call._schema
-        check_constants(call, kernel.args, kernel.kwargs)
         if kernel.inputs < 0 or kernel.floats < 0:
             raise WireError(f"{kernel.name} takes {kernel.inputs} tensors and {kernel.floats} numbers")
-        self.name = kernel.name
-        self.inputs = kernel.inputs
-        self.floats = kernel.floats
+        self._begin(kernel)
         self.returns = len(schema.returns)
-        self.constants: list[Any] = []
-        layout = _Layout(kernel, self.constants, device, generator)
-        named = {key: layout.place(value) for key, value in kernel.kwargs.items() if _is_open(value)}
-        fixed = {key: layout.constant(value) for key, value in kernel.kwargs.items() if key not in named}
-        self.places: list[ValueIndex] = [*map(layout.place, kernel.args), *named.values()]
-        brought = {one for place in self.places for one in (place if isinstance(place, tuple) else (place,))}
-        if sum(one < kernel.inputs + kernel.floats for one in brought) != kernel.inputs + kernel.floats:
+        brought = kernel.inputs + kernel.floats
+        places = Places(range(kernel.inputs), range(kernel.inputs, brought), brought, device, generator)
+        self.run, found = compile_call(call, kernel.args, kernel.kwargs, places)
+        self.constants: tuple[Any, ...] = tuple(places.constants)
+        used = {one for place in found for one in (place if isinstance(place, tuple) else (place,))}
+        if sum(one < brought for one in used) != brought:
             raise WireError(
                 f"{kernel.name} has no use for some of its {kernel.inputs} tensors and {kernel.floats} numbers"
             )
-        self.pick = picker(self.places)
-        exact = exactly(call)
-        if exact is call:
-            exact = fastest(
-                call,
-                [layout.example(value) for value in kernel.args],
-                {key: layout.example(value) for key, value in kernel.kwargs.items()},
-            )
-        exact = guarded(call, exact)
-        run: Callable[..., Any] = functools.partial(exact, **fixed) if fixed else exact
-        self.run = by_keyword(run, tuple(named)) if named else run
+        self.flat = not any(isinstance(place, tuple) for place in found)
+        self.plain = not (self.floats or self.constants)
+        """True if its calls bring nothing but tensors."""
+        self.pick = picker(found)
         writes = written_inputs(kernel)
         self.writes = tuple(writes)
-        self.resizes = tuple(index for index, resized in writes.items() if resized)
+        self.resizes: tuple[int, ...] = tuple(index for index, resized in writes.items() if resized)
         kinds = [str(value.type) for value in schema.returns]
         self.needs_values = torch.Tag.dynamic_output_shape in call.tags or any("Tensor" not in kind for kind in kinds)
         self._listed = any(kind != "Tensor" for kind in kinds)
         if kernel.outs and not self._listed and len(kernel.outs) != len(kinds):
             raise WireError(f"{kernel.name} returns {len(kinds)} tensors, but {len(kernel.outs)} are described")
         self._outs = [None if out is None else OutputLayout(out) for out in kernel.outs]
-        self.fresh = all(value.alias_info is None for value in schema.returns)
-        """True if its results have storages of their own."""
         aliases = [value.alias_info for value in schema.returns]
+        self.fresh = not any(aliases)
         self.views = torch.Tag.inplace_view in call.tags or (
             bool(aliases) and all(alias is not None and not alias.is_write for alias in aliases)
         )
-        """True if it makes views of its arguments, and reads and writes no elements."""
         self.new_bytes = sum(max(0, out.storage_bytes) for out in kernel.outs if out is not None) if writes else 0
         """Bytes of the results of an operator that also writes to its arguments."""
+        self.reserves = bool(self.new_bytes or self.resizes)
+        """True if memory has to be reserved before a call."""
         single = self._outs[0] if kinds == ["Tensor"] and self._outs else None
+        self.single = single is not None
+        self.keep: Callable[[Any], Any] = self._keep_all if self.outputs else _keep_nothing
+        """Selects what a call keeps from the operator's result, with the kernel's layout; raises ValueError for other
+        results."""
         if single is not None:
             self._shape, self._strides = single.shape, single.strides
             self._dtype = single.dtype if single.plain else None
-        self.kept: Callable[[Any], Sequence[Tensor]] = self._kept_all if single is None else self._kept_one
-        """Selects the tensors that a call keeps from the operator's result, with the kernel's layout; raises ValueError
-        for other results."""
-        self.outputs = sum(out is not None for out in kernel.outs)
+            self.keep = self._keep_one
 
-    def _kept_one(self, result: Any) -> Sequence[Tensor]:
+    def _begin(self, kernel: KernelSpec) -> None:
+        """Set what a kernel that could not be compiled has, too."""
+        self.name = kernel.name
+        self.inputs, self.floats = max(0, kernel.inputs), max(0, kernel.floats)
+        self.outputs = sum(out is not None for out in kernel.outs)
+        self.constants, self.resizes, self.new_bytes = (), (), 0
+        self.fresh = True
+        """True if its results have storages of their own."""
+        self.flat, self.plain, self.single, self.reserves, self.needs_values = True, False, False, False, False
+        self.views = False
+        """True if it makes views of its arguments, and reads and writes no elements."""
+
+    @classmethod
+    def void(cls, kernel: KernelSpec, failure: WorkerFailure) -> CompiledKernel:
+        """Return a kernel that could not be compiled, each of whose calls fails for this reason."""
+        made = cls.__new__(cls)
+        made._begin(kernel)
+        made.writes = tuple(index for index in written_inputs(kernel) if index < made.inputs)
+
+        def run() -> None:
+            raise Poisoned(failure)
+
+        made.run, made.pick, made.keep = run, picker(()), _keep_nothing
+        return made
+
+    def _keep_one(self, result: Any) -> Tensor:
         """Return the single tensor that a call keeps; a fast path for the checks of every call."""
         if result is not None and (
             result.shape == self._shape and result.stride() in self._strides and result.dtype is self._dtype
         ):
-            return (result,)
-        return self._kept_all(result)
+            return result
+        return self._keep_all(result)[0]
 
-    def _kept_all(self, result: Any) -> Sequence[Tensor]:
+    def _keep_all(self, result: Any) -> Sequence[Tensor]:
         """Return the tensors that a call keeps."""
         flat = flatten(result) if self._listed else result if isinstance(result, tuple | list) else (result,)
         if len(flat) != len(self._outs):
@@ -124,50 +258,9 @@ class CompiledKernel:
         return [out.fit(made, self.fresh) for made, out in zip(flat, self._outs, strict=True) if out is not None]
 
 
-class _Layout:
-    """Positions of the arguments of a kernel among the values of a call."""
-
-    def __init__(
-        self,
-        kernel: KernelSpec,
-        constants: list[Any],
-        device: torch.device,
-        generator: Callable[[int], torch.Generator],
-    ) -> None:
-        self._kernel = kernel
-        self._constants = constants
-        self._device = device
-        self._generator = generator
-
-    def place(self, value: Any) -> ValueIndex:
-        """Return the position of an argument."""
-        kernel = self._kernel
-        if isinstance(value, SlotArgument | Hole):
-            count = kernel.inputs if isinstance(value, SlotArgument) else kernel.floats
-            if not 0 <= value.index < count:
-                kind = "tensor" if isinstance(value, SlotArgument) else "number"
-                raise WireError(f"{kernel.name} takes {kind} {value.index} of a call that brings {count}")
-            return value.index if isinstance(value, SlotArgument) else kernel.inputs + value.index
-        if isinstance(value, Items) and _is_open(value):
-            return tuple(self.place(item) for item in value.items)  # type: ignore[misc]
-        self._constants.append(self.constant(value))
-        return kernel.inputs + kernel.floats + len(self._constants) - 1
-
-    def example(self, value: Any) -> Any:
-        """Return an argument as it may be in a call, :data:`TENSOR` in place of tensors."""
-        if isinstance(value, Items):
-            return [self.example(item) for item in value.items]
-        if isinstance(value, SlotArgument | Hole):
-            return TENSOR if isinstance(value, SlotArgument) else 0.5
-        return self.constant(value)
-
-    def constant(self, value: Any) -> Any:
-        """Return an argument that is the same in every call."""
-        if isinstance(value, Items):
-            return [constant(item, self._device) for item in value.items]
-        if isinstance(value, GeneratorArgument):
-            return self._generator(value.number)
-        return constant(value, self._device)
+def _keep_nothing(result: Any) -> tuple[()]:
+    """Return what a call without outputs keeps."""
+    return ()
 
 
 class OutputLayout:
@@ -251,10 +344,10 @@ def strided_of(tensor: Tensor) -> Strided:
     )
 
 
-def _is_open(value: Any) -> bool:
+def is_open(value: Any) -> bool:
     """Return whether an argument differs from call to call."""
     return isinstance(value, SlotArgument | Hole) or (
-        isinstance(value, Items) and any(isinstance(item, SlotArgument | Hole) for item in value.items)
+        isinstance(value, Many) and any(isinstance(item, SlotArgument | Hole) for item in value.items)
     )
 
 
@@ -274,7 +367,7 @@ def written_inputs(kernel: KernelSpec) -> dict[int, bool]:
         marked = argument.alias_info is not None and argument.alias_info.is_write
         if marked or argument.name in _RUNNING:
             value = named.get(argument.name)
-            for item in value.items if isinstance(value, Items) else (value,):
+            for item in value.items if isinstance(value, Many) else (value,):
                 if isinstance(item, SlotArgument) and item.index >= 0:  # the kernel may not have been checked
                     writes[item.index] = changes or argument.is_out
     return writes

@@ -20,8 +20,8 @@ from onebox.engine.workload.batch import Batch, as_batch
 from onebox.errors import WorkerDied
 from onebox.plan import MicroBatch
 from onebox.pool import Pool
-from onebox.wire import DTYPES, KernelSpec, from_frame
-from onebox.wire.protocol.eager import Operate
+from onebox.wire import DTYPES, KernelSpec, TapeSpec, from_frame
+from onebox.wire.protocol.eager import Replay
 from onebox.wire.protocol.instructions import Free
 from onebox.wire.protocol.requests import Define, Put
 
@@ -63,10 +63,14 @@ class Workers:
                     for number in instruction.definitions:
                         kernels.pop(number, None)
                 case Define():
-                    assert isinstance(instruction.what, KernelSpec)
-                    kernels[instruction.number] = instruction.what
-                case Operate():
-                    self._operate(kernels[instruction.calls[0]], buffers, instruction.calls[1:])
+                    what = instruction.what
+                    if isinstance(what, TapeSpec):  # of one call
+                        what = kernels[what.calls[0]]
+                    assert isinstance(what, KernelSpec)
+                    kernels[instruction.number] = what
+                case Replay():
+                    numbers = (*instruction.inputs, *instruction.outputs)
+                    self._operate(kernels[instruction.tape], buffers, numbers)
         assert next(left, None) is None
         return Future()
 

@@ -15,7 +15,7 @@ from onebox.vgpu import VirtualTensor, install
 from onebox.vgpu.core.metadata import Metadata, dense, metadata_of
 from onebox.vgpu.core.tensor import Handle, wrap
 from onebox.vgpu.dispatch.op_cache import UnknownResult, changed, describe, flatten, infer_op
-from onebox.wire import Complex, DType, Hole, Items, MemoryFormat, OwnDevice, SlotArgument
+from onebox.wire import Complex, DType, Hole, Many, MemoryFormat, OwnDevice, SlotArgument
 
 aten = torch.ops.aten
 
@@ -50,7 +50,7 @@ def test_floating_point_numbers_are_left_open_and_others_are_not() -> None:
     assert made.kernel.kwargs == {"alpha": 2}
     assert made.floats == 1
     foreach = infer_op(aten._foreach_mul.ScalarList, ([x, x], [0.5, 0.25]), {})
-    assert foreach.kernel.args == (Items((SlotArgument(0), SlotArgument(1))), Items((Hole(0), Hole(1))))
+    assert foreach.kernel.args == (Many((SlotArgument(0), SlotArgument(1))), Many((Hole(0), Hole(1))))
 
 
 def test_a_number_that_says_how_much_there_is_stays() -> None:

@@ -1,4 +1,4 @@
-"""How calls are coded: a block does what the single calls do, whatever buffers are called."""
+"""How calls are coded: a tape does what the single calls do, whatever buffers are called."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onebox.vgpu.runtime.trace_cache import Batcher, Record, TraceCache, block_of, encode_trace, plain
-from onebox.wire import FREE, BlockSpec
-from onebox.wire.protocol.eager import Operate, Replay
+from onebox.vgpu.runtime.trace_cache import Batcher, Record, encode_trace
+from onebox.wire import FREE, TapeSpec
+from onebox.wire.protocol.eager import Replay
 from onebox.wire.protocol.instructions import Free
 from onebox.wire.protocol.requests import Define
 
@@ -45,50 +45,55 @@ def sequences(draw: st.DrawFn) -> Calls:
     return records
 
 
-def play(calls: tuple[int, ...], memory: Memory) -> list[Any]:
-    """Run coded calls; what a call makes is named by what it was made from. Return what was run, in order."""
-    at, done = 0, []
-    while at < len(calls):
-        kernel = calls[at]
+def play(records: Calls, memory: Memory) -> list[Any]:
+    """Run calls; what a call makes is named by what it was made from. Return what was run, in order."""
+    done: list[Any] = []
+    for kernel, reads, first, count, _ in records:
         if kernel == FREE:
-            del memory[calls[at + 1]]
-            at += 2
+            del memory[reads]
             continue
-        middle = at + 1 + READS[kernel]
-        end = middle + KEEPS[kernel]
-        made = (kernel, tuple(memory[number] for number in calls[at + 1 : middle]), len(done))
+        made = (kernel, tuple(memory[number] for number in reads), len(done))
         done.append(made)
-        for position, number in enumerate(calls[middle:end]):
-            assert number not in memory
-            memory[number] = (made, position)
-        at = end
+        for position in range(count):
+            assert first + position not in memory
+            memory[first + position] = (made, position)
     return done
 
 
-def replay(block: BlockSpec, inputs: tuple[int, ...], outputs: tuple[int, ...], memory: Memory) -> list[Any]:
-    """Run a block as a worker does."""
-    slots: Memory = {slot: memory[number] for slot, number in enumerate(inputs)}
-    done = play(block.calls, slots)
-    for slot, number in enumerate(inputs):
-        if slot not in slots:
+def replay(calls: tuple[int, ...], inputs: tuple[int, ...], outputs: tuple[int, ...], memory: Memory) -> list[Any]:
+    """Run a tape as a worker does."""
+    records: Calls = []
+    at = made = 0
+    while at < len(calls):
+        kernel = calls[at]
+        if kernel == FREE:
+            records.append((FREE, calls[at + 1], 0, 0, ()))
+            at += 2
+            continue
+        records.append((kernel, list(calls[at + 1 : at + 1 + READS[kernel]]), made, KEEPS[kernel], ()))
+        at += 1 + READS[kernel]
+        made += KEEPS[kernel]
+    slots: Memory = {-1 - index: memory[number] for index, number in enumerate(inputs)}
+    done = play(records, slots)
+    for index, number in enumerate(inputs):
+        if -1 - index not in slots:
             del memory[number]
-    for slot, number in zip(block.outputs, outputs, strict=True):
-        memory[number] = slots[slot]
+    kept = sorted(slot for slot in slots if slot >= 0)
+    memory |= {number: slots[slot] for slot, number in zip(kept, outputs, strict=True)}
     return done
 
 
 @given(records=sequences())
-def test_a_block_does_what_its_calls_do(records: Calls) -> None:
+def test_a_tape_does_what_its_calls_do(records: Calls) -> None:
     one = {number: f"given {number}" for number in OUTSIDE}
     other: Memory = dict(one)
-    done = play(plain(records), one)
+    done = play(records, one)
     coding = encode_trace(records)
-    block = block_of(coding, KEEPS, READS, 0)
     for number in coding.strays:
         del other[number]
-    assert replay(block, coding.inputs, tuple(number for _, number in coding.outputs), other) == done
+    assert replay(coding.code, coding.inputs, coding.outputs, other) == done
     assert other == one
-    assert block.inputs == len(coding.inputs) == len(set(coding.inputs))
+    assert len(coding.inputs) == len(set(coding.inputs))
 
 
 @given(records=sequences(), shift=st.integers(1, 10**9))
@@ -101,7 +106,7 @@ def test_a_code_does_not_depend_on_what_buffers_are_called(records: Calls, shift
     ]
     one, other = encode_trace(records), encode_trace(moved)
     assert other.code == one.code
-    assert [slot for slot, _ in other.outputs] == [slot for slot, _ in one.outputs]
+    assert other.outputs == tuple(number + shift for number in one.outputs)
     assert other.inputs == tuple(number + shift for number in one.inputs)
     assert other.strays == tuple(number + shift for number in one.strays)
 
@@ -117,38 +122,8 @@ def test_what_ends_within_a_sequence_is_no_output() -> None:
     coding = encode_trace(
         [(2, [100], 1000, 1, ()), (2, [1000], 1001, 1, (0.5,)), (FREE, 1000, 0, 0, ()), (FREE, 105, 0, 0, ())]
     )
-    assert coding.outputs == ((1, 1001),)
+    assert coding.outputs == (1001,)
     assert coding.strays == (105,)
-
-
-def test_a_book_knows_what_has_come_before() -> None:
-    book = TraceCache()
-    assert book.look((1,)) is None
-    assert book.look((1,)) == 0
-    book.define((1,), 77)
-    assert book.look((1,)) == 77
-    assert book.look((2,)) is None
-
-
-def test_a_book_forgets_what_has_not_come_for_longest() -> None:
-    book = TraceCache(size=3)
-    for key in range(3):
-        book.look((key,))
-        book.define((key,), 10 + key)
-    book.look((0,))
-    book.look((3,))
-    assert book.shed() == [11]
-    assert book.look((0,)) == 10
-    assert book.look((1,)) is None
-    assert book.shed() == [12]
-    assert book.shed() == []
-
-
-def batches() -> Batcher:
-    made = Batcher(itertools.count(50).__next__)
-    for kernel, reads in READS.items():
-        made.define(kernel, reads, KEEPS[kernel])
-    return made
 
 
 def chain(first: int, rate: float) -> Calls:
@@ -158,20 +133,28 @@ def chain(first: int, rate: float) -> Calls:
     return [*calls, (3, [first, first + 3], first + 4, 2, (rate,))]
 
 
-def test_a_sequence_is_a_block_from_the_second_time_on() -> None:
-    making = batches()
-    (operate,) = making.instructions(chain(100, 0.5))
-    assert operate == Operate(plain(chain(100, 0.5)), (0.5,))
-    gone, define, replay = making.instructions(chain(200, 0.25))
-    assert gone == Free((199,)), "before the block, which then has room"
+def test_a_batch_is_defined_at_its_first_occurrence() -> None:
+    making = Batcher(itertools.count(50).__next__)
+    gone, define, first = making.instructions(chain(100, 0.5))
+    assert gone == Free((99,)), "before the batch, which then has room"
+    assert define == Define(50, TapeSpec((2, -1, 2, 0, 2, 1, 3, -1, 2), 1, 1))
+    assert first == Replay(50, (100,), (101, 102, 103, 104, 105), (0.5,))
+    for start in (200, 300):
+        gone, again = making.instructions(chain(start, 0.25))
+        assert again == Replay(50, (start,), tuple(range(start + 1, start + 6)), (0.25,))
+
+
+def test_buffers_that_end_without_a_call_are_freed() -> None:
+    making = Batcher(itertools.count(50).__next__)
+    assert making.instructions([(FREE, 7, 0, 0, ()), (FREE, 8, 0, 0, ())]) == [Free((7, 8))]
+
+
+def test_what_has_not_occurred_for_longest_is_freed_on_the_worker() -> None:
+    making = Batcher(itertools.count(50).__next__, size=2)
+    one, two, three = ([(2, [100], 200, 1, ()) for _ in range(count)] for count in (1, 2, 3))
+    assert [len(making.instructions(calls)) for calls in (one, two, one)] == [2, 2, 1]
+    free, define, _ = making.instructions(three)
+    assert free == Free((), (51,))
     assert isinstance(define, Define)
-    assert define.number == 50
-    assert replay == Replay(50, (200,), (201, 202, 203, 204, 205), (0.25,))
-    gone, replay = making.instructions(chain(300, 0.125))
-    assert replay == Replay(50, (300,), (301, 302, 303, 304, 305), (0.125,))
-
-
-def test_a_short_sequence_is_never_a_block() -> None:
-    making = batches()
-    for first in (100, 200, 300):
-        assert [type(each) for each in making.instructions(chain(first, 1.0)[:3])] == [Operate]
+    assert len(making.instructions(one)) == 1
+    assert making.instructions(two)[0] == Free((), (52,))

@@ -13,13 +13,11 @@ import pytest
 from onebox.errors import WireError
 from onebox.wire import (
     FREE,
-    BlockSpec,
     Complex,
     DType,
     GeneratorArgument,
     GeneratorSpec,
     Hole,
-    Items,
     KernelSpec,
     LayoutArgument,
     Many,
@@ -28,13 +26,14 @@ from onebox.wire import (
     Program,
     SlotArgument,
     Strided,
+    TapeSpec,
     TensorSpec,
     decode_envelope,
     decode_worker_message,
     encode,
 )
 from onebox.wire.protocol import codec
-from onebox.wire.protocol.eager import KeepGenerator, Operate, Perform, Replay, SetGenerator
+from onebox.wire.protocol.eager import KeepGenerator, Perform, Replay, SetGenerator
 from onebox.wire.protocol.groups import FormGroup
 from onebox.wire.protocol.instructions import Ask, Call, Free, Get, OptimizerStep
 from onebox.wire.protocol.requests import Define, Envelope, OptimizerSpec, Put, Routine, Run, StoredProgram
@@ -61,8 +60,8 @@ PROGRAM = Program(
 KERNEL = KernelSpec(
     "aten._foreach_add_.ScalarList",
     (
-        Items((SlotArgument(0), SlotArgument(1))),
-        Items((Hole(0), Hole(1), Complex(1.0, -2.0), True, 3, 0.5, None)),
+        Many((SlotArgument(0), SlotArgument(1))),
+        Many((Hole(0), Hole(1), Complex(1.0, -2.0), True, 3, 0.5, None)),
         "text",
         2,
         0.25,
@@ -94,9 +93,9 @@ ENVELOPES = [
     Envelope(
         6,
         True,
-        (Define(7, KERNEL), Define(8, BlockSpec((7, 0, 1, 2, FREE, 0), 2, (2,), 2)), Define(9, GeneratorSpec(3))),
+        (Define(7, KERNEL), Define(8, TapeSpec((7, -1, -2, FREE, -1), 2, 2)), Define(9, GeneratorSpec(3))),
     ),
-    Envelope(7, False, (Operate((7, 1, 2, 3, FREE, 1), (0.1, 0.2)), Replay(8, (1, 2), (4,), (0.5, 0.5)))),
+    Envelope(7, False, (Replay(8, (1, 2), (3,), (0.1, 0.2)), Replay(8, (2, 3), (4,), (0.5, 0.5)))),
     Envelope(
         8,
         True,

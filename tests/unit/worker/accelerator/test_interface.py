@@ -17,7 +17,6 @@ from torch import Tensor
 
 import onebox.worker
 from onebox.wire import KernelSpec, SlotArgument, Strided, spec_of
-from onebox.wire.protocol.eager import Operate
 from onebox.wire.protocol.instructions import Ask, Call, Evict, Offload, OptimizerStep, Prefetch
 from onebox.wire.protocol.requests import Define, OptimizerSpec
 from onebox.wire.protocol.responses import WorkerMemory
@@ -27,7 +26,7 @@ from onebox.worker.comm.shm.gpu_sender import shm_copier_for
 from onebox.worker.comm.shm.segment import supported
 from onebox.worker.device import ComputeDevice
 from onebox.worker.memory.buffers import Poisoned
-from tests.unit.machines import Rig, define, elementwise
+from tests.unit.machines import Batch, Rig, define, elementwise
 from tests.unit.programs import HOST
 from tests.unit.ranks import MemoryGroup, run_ranks
 
@@ -206,7 +205,7 @@ class Failing(StandIn):
 
 @pytest.mark.parametrize(
     "use",
-    [Call(100, (1, 2), (3,)), Operate((101, 1, 2, 3)), Ask("digest", (9,))],
+    [Call(100, (1, 2), (3,)), Batch((101, 1, 2, 3)), Ask("digest", (9,))],
     ids=["a program", "one operator", "none"],
 )
 def test_whatever_fails_on_a_failed_device_ends_the_worker(use: Any) -> None:

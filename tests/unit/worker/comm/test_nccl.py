@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 
 from onebox.wire import KernelSpec, SlotArgument, Strided, TensorSpec, spec_of
-from onebox.wire.protocol.eager import Operate
 from onebox.wire.protocol.groups import FormGroup, LeaveGroup
 from onebox.wire.protocol.instructions import Receive, Send
 from onebox.wire.protocol.requests import Define
@@ -25,7 +24,7 @@ from onebox.worker.comm.manager import GroupManager
 from onebox.worker.device import ComputeDevice
 from onebox.worker.memory.buffers import Poisoned
 from onebox.worker.progress import WorkerProgress
-from tests.unit.machines import Rig
+from tests.unit.machines import Batch, Rig
 from tests.unit.programs import HOST
 from tests.unit.ranks import Hub, HubChannel
 from tests.unit.worker.comm.modelled_nccl import ModelledNccl
@@ -505,10 +504,10 @@ def test_what_was_computed_from_an_aborted_receive_is_void(library: ModelledNccl
 
     def receiver() -> None:
         rig = rig_of(0)
-        rig.do(Operate((add.number, 1, 1, 7)))
+        rig.do(Batch((add.number, 1, 1, 7)))
         received = Receive(4, ONE, 3, 1, 0)
-        rig.do(received, Operate((add.number, 1, 4, 5, mul_.number, 2, 4)))
-        rig.do(Operate((add.number, 5, 5, 6)))
+        rig.do(received, Batch((add.number, 1, 4, 5, mul_.number, 2, 4)))
+        rig.do(Batch((add.number, 5, 5, 6)))
         assert not rig.failures
         rig.machine.interrupt(3)
         formed.wait(20)
@@ -517,7 +516,7 @@ def test_what_was_computed_from_an_aborted_receive_is_void(library: ModelledNccl
             with pytest.raises(Poisoned, match="does not answer"):
                 rig.get(number)
         assert [rig.get(number).item() for number in (1, 3, 7)] == [1, 1, 2]
-        rig.do(Operate((add.number, 1, 3, 8)))
+        rig.do(Batch((add.number, 1, 3, 8)))
         rig.put(b2=torch.zeros(1))
         assert [rig.get(number).item() for number in (8, 2)] == [2, 0]
         rig.machine.close()
@@ -550,7 +549,7 @@ def test_what_was_computed_from_tensors_that_have_come_keeps_its_values(
         else:
             sent.wait(20)
             rig.do(Receive(4, ONE, 3, 1, 0))
-            rig.do(Operate((add.number, 1, 4, 5)))
+            rig.do(Batch((add.number, 1, 4, 5)))
             rig.do(*[Receive(6, ONE, 3, 1, 0)] * leaves)
             rig.machine.interrupt(3)
             rig.do(LeaveGroup(3))

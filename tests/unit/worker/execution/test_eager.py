@@ -12,22 +12,22 @@ from torch import Tensor
 from onebox.emulator.device import EmulatedDevice
 from onebox.wire import (
     FREE,
-    BlockSpec,
     Complex,
     GeneratorArgument,
     GeneratorSpec,
-    Items,
     KernelSpec,
+    Many,
     OwnDevice,
     SlotArgument,
     Strided,
+    TapeSpec,
 )
-from onebox.wire.protocol.eager import KeepGenerator, Operate, Perform, Replay, SetGenerator
+from onebox.wire.protocol.eager import KeepGenerator, Perform, Replay, SetGenerator
 from onebox.wire.protocol.instructions import Free, Get
 from onebox.wire.protocol.requests import Define
 from onebox.wire.protocol.responses import OperatorResult
 from onebox.worker.memory.buffers import Poisoned
-from tests.unit.machines import Rig
+from tests.unit.machines import Batch, Rig
 from tests.unit.worker.scripts import ADD, MUL_, ONES, Ref, Script, X, bytes_held, on_a_worker, small_rig
 
 aten = torch.ops.aten
@@ -115,7 +115,7 @@ def test_storages_grow_shrink_and_are_exchanged() -> None:
     script.check(rig)
     assert rig.used == bytes_held(script) == X.nbytes + 25 * 8
     script.free(2)
-    rig.do(Operate((FREE, 2)))
+    rig.do(Batch((FREE, 2)))
     assert rig.used == X.nbytes
     rig.do(Free((1, 3, view)))
     assert rig.used == 0
@@ -137,14 +137,14 @@ def test_a_new_tensor_is_laid_out_as_the_client_expects_it() -> None:
     rig = Rig()
     rig.put(b1=X)
     other = KernelSpec("aten.relu.default", (SlotArgument(0),), {}, 1, 0, (Strided("float64", (3, 4), (1, 3)),))
-    rig.do(Define(5, other), Operate((5, 1, 2)))
+    rig.do(Define(5, other), Batch((5, 1, 2)))
     rig.do(
         Define(
             6,
-            KernelSpec("aten.as_strided.default", (SlotArgument(0), Items((12,)), Items((1,))), {}, 1, 0, (flat(12),)),
+            KernelSpec("aten.as_strided.default", (SlotArgument(0), Many((12,)), Many((1,))), {}, 1, 0, (flat(12),)),
         )
     )
-    rig.do(Operate((6, 2, 3)))
+    rig.do(Batch((6, 2, 3)))
     assert torch.equal(rig.get(2), X.relu())
     assert torch.equal(rig.get(3), X.relu().t().reshape(-1))
     assert rig.failures == []
@@ -176,10 +176,10 @@ def test_shapes_that_depend_on_data_are_told() -> None:
 def test_returns_are_numbered_whatever_they_are() -> None:
     rig = Rig()
     rig.put(b1=torch.randn(1, 2, 3, 3), b2=torch.randn(2, 2, 1, 1), b3=torch.randn(1, 2, 3, 3))
-    geometry = (Items((1, 1)), Items((0, 0)), Items((1, 1)), False, Items((0, 0)), 1, Items((False, True, True)))
+    geometry = (Many((1, 1)), Many((0, 0)), Many((1, 1)), False, Many((0, 0)), 1, Many((False, True, True)))
     kernel = KernelSpec(
         "aten.convolution_backward.default",
-        (SlotArgument(0), SlotArgument(1), SlotArgument(2), Items((2,)), *geometry),
+        (SlotArgument(0), SlotArgument(1), SlotArgument(2), Many((2,)), *geometry),
         {},
         3,
         0,
@@ -231,8 +231,8 @@ def test_a_failed_question_leaves_arguments_as_they_are() -> None:
 
 def test_an_answer_is_as_of_its_place_in_the_stream(rig: Rig) -> None:
     rig.put(b12=ONES * 2)
-    rig.do(Define(9, BlockSpec((2, 0, 1), 2, (), 0)), Replay(9, (13, 11), ()))
-    rig.do(Get((11,)), Operate((2, 11, 12)), Get((11,)), Replay(9, (11, 12), ()), Get((11,)))
+    rig.do(Define(9, TapeSpec((2, -1, -2), 2)), Replay(9, (13, 11), ()))
+    rig.do(Get((11,)), Batch((2, 11, 12)), Get((11,)), Replay(9, (11, 12), ()), Get((11,)))
     values = [torch.frombuffer(bytearray(frame), dtype=torch.float64)[0].item() for frame in rig.frames_out]
     assert values == [1.0, 2.0, 4.0]
 
@@ -240,11 +240,11 @@ def test_an_answer_is_as_of_its_place_in_the_stream(rig: Rig) -> None:
 def normal(source: int, number: int) -> Define:
     keywords = {"generator": GeneratorArgument(source), "dtype": None, "device": OwnDevice()}
     told = Strided("float32", (5,), (1,))
-    return Define(number, KernelSpec("aten.randn.generator", (Items((5,)),), keywords, 0, 0, (told,)))
+    return Define(number, KernelSpec("aten.randn.generator", (Many((5,)),), keywords, 0, 0, (told,)))
 
 
 def drawn(rig: Rig, kernel: int) -> Tensor:
-    rig.do(Operate((kernel, 90)))
+    rig.do(Batch((kernel, 90)))
     return rig.get(90)
 
 
@@ -264,14 +264,14 @@ def test_a_generator_repeats_and_its_state_goes_there_and_back(number: int) -> N
     assert rig.failures == []
 
 
-def test_generators_are_apart_and_blocks_draw_anew() -> None:
+def test_generators_are_apart_and_tapes_draw_anew() -> None:
     rig = Rig()
     rig.do(
         Define(6, GeneratorSpec(1)),
         Define(7, GeneratorSpec(1)),
         normal(6, 8),
         normal(7, 9),
-        Define(10, BlockSpec((8, 0), 0, (0,), 0)),
+        Define(10, TapeSpec((8,), 0)),
     )
     mine = torch.Generator().manual_seed(1)
     for _ in range(3):
@@ -285,13 +285,13 @@ def test_a_sim_device_has_shapes_and_no_values() -> None:
     rig.do(
         Define(1, ADD),
         Define(2, MUL_),
-        Define(9, BlockSpec((1, 0, 1, 2, 2, 2, 0), 2, (2,), 1)),
+        Define(9, TapeSpec((1, -1, -2, 2, 0, -1), 2, 1)),
         Define(7, GeneratorSpec(1)),
     )
     rig.do(normal(7, 8))
     rig.put(b11=ONES, b12=ONES)
     rig.do(
-        Operate((1, 11, 12, 20, 8, 22), (1.0,)), Replay(9, (11, 20), (21,), (1.0,)), Replay(9, (11, 20), (23,), (1.0,))
+        Batch((1, 11, 12, 20, 8, 22), (1.0,)), Replay(9, (11, 20), (21,), (1.0,)), Replay(9, (11, 20), (23,), (1.0,))
     )
     assert rig.failures == []
     assert rig.used == 5 * 32 + 20

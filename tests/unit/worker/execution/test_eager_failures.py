@@ -9,25 +9,25 @@ import torch
 
 from onebox.wire import (
     FREE,
-    BlockSpec,
     Complex,
     GeneratorArgument,
     GeneratorSpec,
     Hole,
-    Items,
     KernelSpec,
+    Many,
     SlotArgument,
     Strided,
+    TapeSpec,
     spec_of,
     to_frame,
 )
-from onebox.wire.protocol.eager import KeepGenerator, Operate, Perform, Replay, SetGenerator, StreamHeader
+from onebox.wire.protocol.eager import KeepGenerator, Perform, Replay, SetGenerator, StreamHeader
 from onebox.wire.protocol.instructions import Ask, Call, Get
 from onebox.wire.protocol.requests import Define, FreeRange, Put
 from onebox.wire.protocol.responses import WorkerMemory
 from onebox.worker.faults import Fault
 from onebox.worker.memory.buffers import Poisoned
-from tests.unit.machines import Rig, define, elementwise
+from tests.unit.machines import Batch, Rig, define, elementwise
 from tests.unit.worker.scripts import ADD, FOUR, MM, MUL_, ONES, VIEW, failure_of, small_rig
 
 
@@ -37,7 +37,7 @@ def rig() -> Rig:
 
 
 def test_what_follows_a_failed_operator_is_skipped(rig: Rig) -> None:
-    rig.do(Operate((1, 11, 12, 19, 3, 11, 12, 20, 1, 20, 11, 21, 1, 11, 12, 22, FREE, 13), (2.0, 1.0, 2.0)))
+    rig.do(Batch((1, 11, 12, 19, 3, 11, 12, 20, 1, 20, 11, 21, 1, 11, 12, 22, FREE, 13), (2.0, 1.0, 2.0)))
     (failure,) = rig.failures
     assert (failure.kind, failure.operator, failure.shapes) == ("operator", "aten.mm.default", "float64[4], float64[4]")
     assert failure_of(rig, 20) == failure_of(rig, 21) == failure_of(rig, 22) == failure
@@ -48,7 +48,7 @@ def test_what_follows_a_failed_operator_is_skipped(rig: Rig) -> None:
 def test_what_was_to_be_written_keeps_its_values(rig: Rig) -> None:
     rig.put(b14=torch.ones(3, dtype=torch.float64))
     used = rig.used
-    rig.do(Operate((2, 11, 14, 1, 11, 12, 20, 2, 12, 13), (1.0,)))
+    rig.do(Batch((2, 11, 14, 1, 11, 12, 20, 2, 12, 13), (1.0,)))
     (failure,) = rig.failures
     assert failure.operator == "aten.mul_.Tensor"
     assert failure_of(rig, 20) == failure
@@ -62,7 +62,7 @@ def test_views_of_what_is_there_are_made_after_a_failure(rig: Rig) -> None:
     rig.do(
         Define(5, VIEW),
         Define(6, transpose),
-        Operate((5, 11, 20, 2, 20, 14, 5, 11, 21, 1, 11, 12, 22, 5, 22, 23, 6, 15), (1.0,)),
+        Batch((5, 11, 20, 2, 20, 14, 5, 11, 21, 1, 11, 12, 22, 5, 22, 23, 6, 15), (1.0,)),
     )
     (failure,) = rig.failures
     assert torch.equal(rig.get(20), ONES.view(2, 2))
@@ -76,9 +76,9 @@ def test_a_kernel_that_is_not_allowed_voids_what_it_would_have_made(rig: Rig) ->
         Define(5, KernelSpec("aten.set_.source_Storage", (SlotArgument(0), SlotArgument(1)), {}, 2, 0)),
         Define(6, KernelSpec("aten.save.default", (SlotArgument(0), "/tmp/x"), {}, 1, 0, (FOUR,))),
     )
-    rig.do(Operate((5, 11, 12, 1, 11, 12, 20), (1.0,)))
-    rig.do(Operate((6, 13, 30)))
-    rig.do(Operate((1, 12, 12, 21), (1.0,)))
+    rig.do(Batch((5, 11, 12, 1, 11, 12, 20), (1.0,)))
+    rig.do(Batch((6, 13, 30)))
+    rig.do(Batch((1, 12, 12, 21), (1.0,)))
     assert all("allow-list" in failure.message for failure in rig.failures)
     assert failure_of(rig, 20) == rig.failures[0]
     assert failure_of(rig, 30) == rig.failures[1]
@@ -95,7 +95,7 @@ def test_a_kernel_that_is_not_allowed_voids_what_it_would_have_made(rig: Rig) ->
     ],
 )
 def test_another_result_than_was_told_is_a_failure(rig: Rig, told: Strided, problem: str) -> None:
-    rig.do(Define(5, KernelSpec("aten.neg.default", (SlotArgument(0),), {}, 1, 0, (told,))), Operate((5, 11, 20)))
+    rig.do(Define(5, KernelSpec("aten.neg.default", (SlotArgument(0),), {}, 1, 0, (told,))), Batch((5, 11, 20)))
     assert failure_of(rig, 20).kind == "operator"
     with pytest.raises(Poisoned, match=problem):
         rig.get(20)
@@ -104,8 +104,8 @@ def test_another_result_than_was_told_is_a_failure(rig: Rig, told: Strided, prob
 def test_a_view_is_never_laid_out_anew(rig: Rig) -> None:
     told = Strided("float64", (2, 2), (1, 2))
     rig.do(
-        Define(5, KernelSpec("aten.view.default", (SlotArgument(0), Items((2, 2))), {}, 1, 0, (told,))),
-        Operate((5, 11, 20)),
+        Define(5, KernelSpec("aten.view.default", (SlotArgument(0), Many((2, 2))), {}, 1, 0, (told,))),
+        Batch((5, 11, 20)),
     )
     assert "view with strides [2, 1]" in failure_of(rig, 20).message
 
@@ -113,17 +113,15 @@ def test_a_view_is_never_laid_out_anew(rig: Rig) -> None:
 @pytest.mark.parametrize(
     "instruction",
     [
-        Operate((99, 1)), Operate((1,)), Operate((1, 11)), Operate((1, 11, 12), (1.0,)), Operate((1, 11, 12, 20)),
-        Operate((FREE,)), Operate((1, 11, 12, 20), (1.0, 2.0)), Operate((-1, 11, 12)), Operate((), (1.0,)),
-        Operate((1, 98, 12, 20), (1.0,)), Operate((50, 11, 20)),
         Replay(1, (), ()), Replay(99, (), ()), Replay(51, (11,), (20,), (1.0,)), Replay(51, (11, 12), (20,)),
         Replay(51, (11, 12), (), (1.0,)), Replay(51, (11, 12), (20,), (1.0, 2.0)), Replay(51, (11, 11), (20,), (1.0,)),
+        Replay(51, (11, 12), (12,), (1.0,)), Replay(51, (11, 12), (20, 20), (1.0,)), Replay(50, (11,), (20,)),
         Replay(51, (11, 98), (20,), (1.0,)),
         Define(60, KernelSpec("aten.add.Tensor", (SlotArgument(2), SlotArgument(1)), {}, 2, 0)),
         Define(60, KernelSpec("aten.add.Tensor", (SlotArgument(-1), SlotArgument(1)), {}, 2, 0)),
         Define(60, KernelSpec("aten.add.Tensor", (SlotArgument(0), SlotArgument(1)), {"alpha": Hole(0)}, 2, 0)),
         Define(60, KernelSpec("aten.add.Tensor", (SlotArgument(0), SlotArgument(1)), {"alpha": Hole(-1)}, 2, 1)),
-        Define(60, KernelSpec("aten.cat.default", (Items((SlotArgument(0), SlotArgument(7))),), {}, 1, 0)),
+        Define(60, KernelSpec("aten.cat.default", (Many((SlotArgument(0), SlotArgument(7))),), {}, 1, 0)),
         Define(60, KernelSpec("aten.add.Tensor", (SlotArgument(0), SlotArgument(1)), {}, -1, 0)),
         Define(60, KernelSpec("aten.add.Tensor", (SlotArgument(0), SlotArgument(1)), {}, 2, 0, (FOUR, FOUR))),
         Define(60, KernelSpec("aten.add.Tensor", (SlotArgument(0), SlotArgument(1)),
@@ -132,24 +130,22 @@ def test_a_view_is_never_laid_out_anew(rig: Rig) -> None:
         {}, 2, 0, (Strided("object", (4,), (1,)),))),
         Define(60, KernelSpec("aten.add.Tensor", (SlotArgument(0), SlotArgument(1)),
         {}, 2, 0, (Strided("float64", (-4,), (1,)),))),
-        Define(60, KernelSpec("aten.randn.generator", (Items((4,)),), {"generator": GeneratorArgument(99)}, 0, 0)),
-        Define(60, KernelSpec("aten.randn.generator", (Items((4,)),), {"generator": GeneratorArgument(1)}, 0, 0)),
+        Define(60, KernelSpec("aten.randn.generator", (Many((4,)),), {"generator": GeneratorArgument(99)}, 0, 0)),
+        Define(60, KernelSpec("aten.randn.generator", (Many((4,)),), {"generator": GeneratorArgument(1)}, 0, 0)),
         Define(60, KernelSpec("aten.nothing.default", (), {}, 0, 0)),
         Define(60, KernelSpec("", (), {}, 10**12, 10**12)),
-        Define(FREE, ADD), Define(60, GeneratorSpec(2**63 - 1)), Define(60, BlockSpec((99, 0, 1), 1, (), 0)),
-        Define(60, BlockSpec((1, 0, 1), 2, (), 1)), Define(60, BlockSpec((1, 0, 1, 3), 2, (), 1)),
-        Define(60, BlockSpec((1, 0, 1, 0), 2, (), 1)), Define(60, BlockSpec((1, 0, 2, 2), 2, (), 1)),
-        Define(60, BlockSpec((1, 0, -1, 2), 2, (), 1)), Define(60, BlockSpec((1, 0, 1, 2), 2, (), 0)),
-        Define(60, BlockSpec((1, 0, 1, 2), 2, (), 2)), Define(60, BlockSpec((1, 0, 1, 2), 2, (3,), 1)),
-        Define(60, BlockSpec((1, 0, 1, 2, FREE, 2), 2, (2,), 1)),
-        Define(60, BlockSpec((FREE, 0, 1, 0, 1, 2), 2, (2,), 1)),
-        Define(60, BlockSpec((1, 0, 1, 2, FREE), 2, (2,), 1)), Define(60, BlockSpec((FREE, 0, FREE, 0), 2, (), 0)),
-        Define(60, BlockSpec((), -1, (), 0)), Define(60, BlockSpec((), 10**15, (), 0)),
-        Define(60, BlockSpec((), 0, (-1,), 0)),
+        Define(FREE, ADD), Define(60, GeneratorSpec(2**63 - 1)), Define(60, TapeSpec((99, -1), 1)),
+        Define(60, TapeSpec((1, -1), 2, 1)), Define(60, TapeSpec((1,), 2, 1)), Define(60, TapeSpec((-1, -1, -2), 2)),
+        Define(60, TapeSpec((1, -1, -3), 2, 1)), Define(60, TapeSpec((1, -1, 0), 2, 1)),
+        Define(60, TapeSpec((1, -1, -2), 2, 0)), Define(60, TapeSpec((1, -1, -2), 2, 2)),
+        Define(60, TapeSpec((1, -1, -2, FREE, 1), 2, 1)), Define(60, TapeSpec((FREE, -1, 1, -1, -2), 2, 1)),
+        Define(60, TapeSpec((1, -1, -2, FREE, -1, 2, -1, -2), 2, 1)), Define(60, TapeSpec((1, -1, -2, FREE), 2, 1)),
+        Define(60, TapeSpec((1, -1, -2, FREE, 0, FREE, 0), 2, 1)), Define(60, TapeSpec((FREE, -1), 2)),
+        Define(60, TapeSpec((FREE,), 0)), Define(60, TapeSpec((), -1)), Define(60, TapeSpec((), 10**15)),
         Define(60, KernelSpec("aten.add.Tensor", (SlotArgument(0), SlotArgument(0)), {}, 2, 0)),
-        Define(60, BlockSpec((), 0, (), 10**13)),
+        Define(60, TapeSpec((), 0, 10**13)),
         Define(60, KernelSpec("aten.neg.default", (SlotArgument(0),), {}, 1, 10**13)),
-        Define(60, BlockSpec((), 0, (), -3)), Define(60, BlockSpec((51,), 0, (), 0)),
+        Define(60, TapeSpec((), 0, -3)), Define(60, TapeSpec((51,), 0)),
         Perform(ADD, (11, 12), (1.0,), 30), Perform(MUL_, (11,), (), 30), Perform(MUL_, (11, 98), (), 30),
         Perform(KernelSpec("aten.save.default", (SlotArgument(0), "x"), {}, 1, 0), (11,), (), 30),
         Perform(KernelSpec("aten.neg_.default", (SlotArgument(-2),), {}, 1, 0), (11,), (), 30),
@@ -158,7 +154,7 @@ def test_a_view_is_never_laid_out_anew(rig: Rig) -> None:
     ],
 )  # fmt: skip
 def test_a_wrong_instruction_is_a_failure_and_the_machine_goes_on(rig: Rig, instruction: Any) -> None:
-    rig.do(Define(51, BlockSpec((1, 0, 1, 2), 2, (2,), 1)))
+    rig.do(Define(51, TapeSpec((1, -1, -2), 2, 1)))
     before = rig.machine.store.used_bytes
     try:
         rig.do(instruction)
@@ -172,7 +168,7 @@ def test_a_wrong_instruction_is_a_failure_and_the_machine_goes_on(rig: Rig, inst
     assert rig.machine.store.used_bytes <= before
     rig.failures.clear()
     rig.put(b61=ONES)
-    rig.do(Operate((1, 61, 61, 62), (1.0,)))
+    rig.do(Batch((1, 61, 61, 62), (1.0,)))
     assert torch.equal(rig.get(62), ONES * 2)
     assert rig.failures == []
 
@@ -182,20 +178,20 @@ def test_arguments_of_other_kinds_are_the_operators_own_business(rig: Rig) -> No
         (
             KernelSpec("aten.neg.default", ("text",), {}, 0, 0, (FOUR,)),
             KernelSpec("aten.neg.default", (), {"nothing": 3}, 0, 0, (FOUR,)),
-            KernelSpec("aten.neg.default", (Items((SlotArgument(0),)),), {}, 1, 0, (FOUR,)),
+            KernelSpec("aten.neg.default", (Many((SlotArgument(0),)),), {}, 1, 0, (FOUR,)),
             KernelSpec("aten.add.Tensor", (SlotArgument(0), Complex(1.0, 2.0)), {}, 1, 0, (FOUR,)),
         ),
         70,
     ):
-        rig.do(Define(number, kernel), Operate((number, *(11,) * kernel.inputs, 100 + number)))
+        rig.do(Define(number, kernel), Batch((number, *(11,) * kernel.inputs, 100 + number)))
         assert failure_of(rig, 100 + number).kind == "operator"
 
 
 def test_a_fault_voids_what_all_calls_would_have_made() -> None:
-    rig = Rig(faults=(Fault("error", "operate", 1), Fault("memory", "replay", 1)))
-    rig.do(Define(1, ADD), Define(2, MUL_), Define(9, BlockSpec((2, 0, 1, 1, 0, 1, 2, FREE, 1), 2, (2,), 1)))
+    rig = Rig(faults=(Fault("error", "replay", 1), Fault("memory", "replay", 2)))
+    rig.do(Define(1, ADD), Define(2, MUL_), Define(9, TapeSpec((2, -1, -2, 1, -1, -2, FREE, -2), 2, 1)))
     rig.put(b11=ONES, b12=ONES, b13=ONES, b14=ONES)
-    rig.do(Operate((2, 11, 12, 1, 12, 12, 20, FREE, 12), (1.0,)))
+    rig.do(Batch((2, 11, 12, 1, 12, 12, 20, FREE, 12), (1.0,)))
     assert failure_of(rig, 20) == rig.failures[0]
     assert torch.equal(rig.get(11), ONES)
     assert "no buffer 12" in failure_of(rig, 12).message
@@ -211,20 +207,20 @@ def test_the_quota_names_the_operator() -> None:
     rig = Rig(quota_bytes=3 * 32)
     rig.do(Define(1, ADD))
     rig.put(b11=ONES, b12=ONES)
-    rig.do(Operate((1, 11, 12, 20, 1, 11, 12, 21), (1.0, 1.0)))
+    rig.do(Batch((1, 11, 12, 20, 1, 11, 12, 21), (1.0, 1.0)))
     (failure,) = rig.failures
     assert (failure.kind, failure.operator) == ("memory", "aten.add.Tensor")
     assert "quota" in failure.message
     assert torch.equal(rig.get(20), ONES * 2)
     assert failure_of(rig, 21) == failure
-    rig.do(Operate((FREE, 20, 1, 11, 12, 21), (1.0,)))
+    rig.do(Batch((FREE, 20, 1, 11, 12, 21), (1.0,)))
     assert torch.equal(rig.get(21), ONES * 2)
 
 
 def test_what_grows_counts_against_the_quota() -> None:
     rig = Rig(quota_bytes=100)
     rig.put(b1=ONES)
-    rig.do(Define(1, KernelSpec("aten.resize_.default", (SlotArgument(0), Items((20,))), {}, 1, 0)), Operate((1, 1)))
+    rig.do(Define(1, KernelSpec("aten.resize_.default", (SlotArgument(0), Many((20,))), {}, 1, 0)), Batch((1, 1)))
     assert [(failure.kind, failure.operator) for failure in rig.failures] == [("memory", "aten.resize_.default")]
     assert rig.used == 0
 
@@ -232,8 +228,8 @@ def test_what_grows_counts_against_the_quota() -> None:
 def test_what_cannot_grow_leaves_its_other_views_as_they_were() -> None:
     rig = Rig(quota_bytes=100)
     rig.put(b1=ONES)
-    resize = KernelSpec("aten.resize_.default", (SlotArgument(0), Items((20,))), {}, 1, 0)
-    rig.do(Define(1, resize), Define(5, VIEW), Operate((5, 1, 2, 1, 2)))
+    resize = KernelSpec("aten.resize_.default", (SlotArgument(0), Many((20,))), {}, 1, 0)
+    rig.do(Define(1, resize), Define(5, VIEW), Batch((5, 1, 2, 1, 2)))
     assert [(failure.kind, failure.operator) for failure in rig.failures] == [("memory", "aten.resize_.default")]
     assert torch.equal(rig.get(1), ONES)
     assert rig.used == 32
@@ -249,7 +245,7 @@ def test_a_lack_of_memory_precedes_what_an_operator_writes() -> None:
     rig.put(b1=torch.ones(4, 8, dtype=torch.float64), b2=torch.zeros(8, dtype=torch.float64), b3=ONES.repeat(2))
     rig.do(
         Define(1, KernelSpec("aten._native_batch_norm_legit.default", arguments, {}, 3, 0, (out, small, small))),
-        Operate((1, 1, 2, 3, 20, 21, 22)),
+        Batch((1, 1, 2, 3, 20, 21, 22)),
     )
     assert [failure.kind for failure in rig.failures] == ["memory"]
     assert torch.equal(rig.get(2), torch.zeros(8, dtype=torch.float64))
@@ -262,12 +258,12 @@ def test_a_stream_stops_until_the_script_has_been_told(rig: Rig) -> None:
     def begin(message: int, told: int = 0) -> StreamHeader:
         return StreamHeader(1, message, told)
 
-    double = Operate((1, 11, 11, 30), (1.0,))
+    double = Batch((1, 11, 11, 30), (1.0,))
     rig.put(b14=torch.ones(3, dtype=torch.float64))
-    rig.do(begin(1), Operate((3, 11, 12, 20)), Operate((2, 11, 13)), double)
+    rig.do(begin(1), Batch((3, 11, 12, 20)), Batch((2, 11, 13)), double)
     (failure,) = rig.failures
     spec, frame = spec_of(ONES), bytes(to_frame(ONES))
-    rig.do(begin(2), Operate((2, 11, 13)), Put((40,), (spec,)), KeepGenerator(0, 41), frames=[frame])
+    rig.do(begin(2), Batch((2, 11, 13)), Put((40,), (spec,)), KeepGenerator(0, 41), frames=[frame])
     rig.do(begin(3), SetGenerator(0, 7), Put((11,), (spec,)), frames=[bytes(to_frame(ONES * 5))])
     assert rig.failures == [failure]  # once
     assert failure_of(rig, 30) == failure_of(rig, 40) == failure_of(rig, 41) == failure_of(rig, 20) == failure
@@ -284,39 +280,39 @@ def test_a_stream_stops_until_the_script_has_been_told(rig: Rig) -> None:
 
 
 def test_a_late_word_of_the_script_does_not_end_a_later_stop(rig: Rig) -> None:
-    rig.do(StreamHeader(1, 5, 0), Operate((3, 11, 12, 20)))
-    rig.do(StreamHeader(1, 6, 4), Operate((2, 11, 13)))
-    rig.do(StreamHeader(1, 7, 5), Operate((3, 11, 12, 21)))
-    rig.do(StreamHeader(1, 8, 6), Operate((1, 11, 11, 22), (1.0,)))
+    rig.do(StreamHeader(1, 5, 0), Batch((3, 11, 12, 20)))
+    rig.do(StreamHeader(1, 6, 4), Batch((2, 11, 13)))
+    rig.do(StreamHeader(1, 7, 5), Batch((3, 11, 12, 21)))
+    rig.do(StreamHeader(1, 8, 6), Batch((1, 11, 11, 22), (1.0,)))
     assert len(rig.failures) == 2
     assert failure_of(rig, 22) == rig.failures[1]
-    rig.do(StreamHeader(1, 9, 7), Operate((1, 11, 11, 22), (1.0,)))
+    rig.do(StreamHeader(1, 9, 7), Batch((1, 11, 11, 22), (1.0,)))
     assert torch.equal(rig.get(22), ONES * 2)
 
 
 def test_the_use_of_a_void_tensor_stops_the_stream_with_the_first_failure(rig: Rig) -> None:
-    rig.do(Define(5, VIEW), StreamHeader(1, 1, 0), Operate((3, 11, 12, 20)))
-    rig.do(StreamHeader(1, 2, 1), Operate((5, 20, 21, 1, 11, 11, 22), (1.0,)))  # a view reads nothing
+    rig.do(Define(5, VIEW), StreamHeader(1, 1, 0), Batch((3, 11, 12, 20)))
+    rig.do(StreamHeader(1, 2, 1), Batch((5, 20, 21, 1, 11, 11, 22), (1.0,)))  # a view reads nothing
     assert torch.equal(rig.get(22), ONES * 2)
     assert len(rig.failures) == 1
-    rig.do(StreamHeader(1, 3, 1), Operate((2, 11, 20, 1, 11, 11, 23), (1.0,)))
+    rig.do(StreamHeader(1, 3, 1), Batch((2, 11, 20, 1, 11, 11, 23), (1.0,)))
     assert rig.failures[1] == rig.failures[0] == failure_of(rig, 23)
     assert torch.equal(rig.get(11), ONES)
 
 
 def test_streams_of_two_scripts_stop_by_themselves(rig: Rig) -> None:
-    rig.do(StreamHeader(100, 1), Operate((3, 11, 12, 20)))
-    rig.do(StreamHeader(200, 1), Operate((1, 11, 11, 21), (1.0,)))
+    rig.do(StreamHeader(100, 1), Batch((3, 11, 12, 20)))
+    rig.do(StreamHeader(200, 1), Batch((1, 11, 11, 21), (1.0,)))
     assert torch.equal(rig.get(21), ONES * 2)
     rig.do(FreeRange(100, 200))
-    rig.do(StreamHeader(100, 2), Operate((1, 11, 11, 22), (1.0,)))
+    rig.do(StreamHeader(100, 2), Batch((1, 11, 11, 22), (1.0,)))
     assert torch.equal(rig.get(22), ONES * 2)
 
 
 def test_an_operator_that_is_answered_does_not_stop_the_stream(rig: Rig) -> None:
     with pytest.raises(Poisoned):
         rig.do(StreamHeader(1, 1), Perform(KernelSpec("aten.mm.default", MM.args, {}, 2, 0), (11, 12), (), 50))
-    rig.do(StreamHeader(1, 2), Operate((1, 11, 11, 22), (1.0,)))
+    rig.do(StreamHeader(1, 2), Batch((1, 11, 11, 22), (1.0,)))
     assert torch.equal(rig.get(22), ONES * 2)
 
 

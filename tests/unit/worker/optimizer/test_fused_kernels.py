@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from onebox.wire import Items, KernelSpec, SlotArgument
+from onebox.wire import KernelSpec, Many, SlotArgument
 from onebox.worker.optimizer.fused_kernels import exactly, is_exact
 from onebox.worker.programs.kernels import CompiledKernel
 
@@ -92,7 +92,7 @@ def test_kernels_of_virtual_devices_and_functional_forms(dtype: torch.dtype) -> 
     assert moved[0].dtype is dtype
     assert moved[0].unique().tolist() == [0.75]
     assert start.unique().tolist() == [1.0]
-    lists = (Items((SlotArgument(0),)), Items((SlotArgument(1),)), Items(()))
+    lists = (Many((SlotArgument(0),)), Many((SlotArgument(1),)), Many(()))
     kernel = KernelSpec("aten._fused_sgd_.default", lists, dict(options), 2, 0, ())
     compiled = CompiledKernel(kernel, CPU, lambda number: torch.Generator())
     compiled.run(*compiled.pick([start, gradient, *compiled.constants]))

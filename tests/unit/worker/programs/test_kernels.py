@@ -16,9 +16,9 @@ from onebox.wire import (
     DType,
     GeneratorArgument,
     Hole,
-    Items,
     KernelSpec,
     LayoutArgument,
+    Many,
     MemoryFormat,
     OwnDevice,
     SlotArgument,
@@ -53,26 +53,26 @@ def test_tensors_numbers_and_constants_go_where_they_belong() -> None:
     assert torch.equal(call(kernel, X, floats=(4.0, 1.0)), X.clamp(1, 4))
     kernel = compiled("aten._softmax.default", SlotArgument(0), 1, False)
     assert torch.equal(call(kernel, X), X.softmax(1))
-    kernel = compiled("aten.empty.memory_format", Items((2, 3)), inputs=0)
+    kernel = compiled("aten.empty.memory_format", Many((2, 3)), inputs=0)
     assert call(kernel).shape == (2, 3)
 
 
 def test_lists_hold_tensors_numbers_and_nothing() -> None:
-    kernel = compiled("aten.cat.default", Items((SlotArgument(1), SlotArgument(0), SlotArgument(1))), 1, inputs=2)
+    kernel = compiled("aten.cat.default", Many((SlotArgument(1), SlotArgument(0), SlotArgument(1))), 1, inputs=2)
     assert torch.equal(call(kernel, X, -X), torch.cat([-X, X, -X], 1))
-    kernel = compiled("aten.index.Tensor", SlotArgument(0), Items((None, SlotArgument(1))), inputs=2)
+    kernel = compiled("aten.index.Tensor", SlotArgument(0), Many((None, SlotArgument(1))), inputs=2)
     assert torch.equal(call(kernel, X, torch.tensor([2, 0])), X[:, [2, 0]])
     kernel = compiled(
         "aten._foreach_mul.ScalarList",
-        Items((SlotArgument(0), SlotArgument(1))),
-        Items((Hole(0), 3)),
+        Many((SlotArgument(0), SlotArgument(1))),
+        Many((Hole(0), 3)),
         inputs=2,
         floats=1,
     )
     first, second = call(kernel, X, X, floats=(0.5,))
     assert torch.equal(first, X * 0.5)
     assert torch.equal(second, X * 3)
-    kernel = compiled("aten._foreach_add.ScalarList", Items((SlotArgument(0),)), Items((Complex(1.0, 2.0),)))
+    kernel = compiled("aten._foreach_add.ScalarList", Many((SlotArgument(0),)), Many((Complex(1.0, 2.0),)))
     assert torch.equal(call(kernel, X)[0], X + (1 + 2j))
 
 
@@ -83,7 +83,7 @@ def test_arguments_by_keyword_may_be_tensors_or_lists_of_them() -> None:
     assert torch.equal(out, X * 3)
     outs = [torch.empty(3), torch.empty(3)]
     kernel = compiled(
-        "aten.unbind_copy.int_out", SlotArgument(0), 0, out=Items((SlotArgument(1), SlotArgument(2))), inputs=3
+        "aten.unbind_copy.int_out", SlotArgument(0), 0, out=Many((SlotArgument(1), SlotArgument(2))), inputs=3
     )
     call(kernel, X, *outs)
     assert all(map(torch.equal, outs, X))
@@ -121,12 +121,12 @@ def test_names_that_are_not_allowed(kwargs: dict[str, Any]) -> None:
         (KernelSpec("aten.add_.Tensor", (SlotArgument(1), SlotArgument(0)), {}, 2, 0), (1,), ()),
         (KernelSpec("aten.add.Tensor", (SlotArgument(0), SlotArgument(1)), {}, 2, 0), (), ()),
         (KernelSpec("aten.add.out", (SlotArgument(0), SlotArgument(1)), {"out": SlotArgument(2)}, 3, 0), (2,), (2,)),
-        (KernelSpec("aten.resize_.default", (SlotArgument(0), Items((4,))), {}, 1, 0), (0,), (0,)),
+        (KernelSpec("aten.resize_.default", (SlotArgument(0), Many((4,))), {}, 1, 0), (0,), (0,)),
         (KernelSpec("aten.set_.source_Tensor", (SlotArgument(0), SlotArgument(1)), {}, 2, 0), (0,), (0,)),
         (
             KernelSpec(
                 "aten._foreach_add_.List",
-                (Items((SlotArgument(0), SlotArgument(1))), Items((SlotArgument(2), SlotArgument(2)))),
+                (Many((SlotArgument(0), SlotArgument(1))), Many((SlotArgument(2), SlotArgument(2)))),
                 {},
                 3,
                 0,
@@ -136,7 +136,7 @@ def test_names_that_are_not_allowed(kwargs: dict[str, Any]) -> None:
         ),
         (KernelSpec("aten.native_batch_norm.default", tuple(map(SlotArgument, range(5))), {}, 5, 0), (3, 4), ()),
         (KernelSpec("aten._native_batch_norm_legit.default", tuple(map(SlotArgument, range(5))), {}, 5, 0), (3, 4), ()),
-        (KernelSpec("aten.view.default", (SlotArgument(0), Items((6,))), {}, 1, 0), (), ()),
+        (KernelSpec("aten.view.default", (SlotArgument(0), Many((6,))), {}, 1, 0), (), ()),
     ],
     ids=lambda value: value.name if isinstance(value, KernelSpec) else "",
 )
@@ -178,7 +178,7 @@ def test_a_new_tensor_lies_as_is_told_whatever_the_operator_made(
     source = torch.randn([shape[d] for d in made]).permute(sorted(range(3), key=lambda d: made[d]))
     kernel = compiled("aten.neg.default", SlotArgument(0), outs=(strided_of(told),))
     for _ in range(2):
-        (kept,) = kernel.kept(call(kernel, source))
+        kept = kernel.keep(call(kernel, source))
         assert torch.equal(kept, -source)
         if kept.numel():
             told_strides = [s for s, size in zip(told.stride(), told.shape, strict=True) if size != 1]
@@ -192,8 +192,8 @@ def test_a_tensor_that_lies_well_is_not_copied() -> None:
         (torch.ones(1, 1), (9, 9)),
     ):
         kernel = compiled("aten.neg.default", SlotArgument(0), outs=(Strided("float32", tuple(made.shape), strides),))
-        assert kernel.kept(made)[0] is made
-        assert kernel.kept(made)[0] is made
+        assert kernel.keep(made) is made
+        assert kernel.keep(made) is made
 
 
 def test_lazy_conjugates_are_as_is_told() -> None:
@@ -202,35 +202,35 @@ def test_lazy_conjugates_are_as_is_told() -> None:
     assert (plain.conjugate, lazy.conjugate) == (False, True)
     for told in (plain, lazy):
         for made in (z, z.conj(), z.conj().clone()):
-            (kept,) = compiled("aten.mul.Scalar", SlotArgument(0), 1, outs=(told,)).kept(made)
+            kept = compiled("aten.mul.Scalar", SlotArgument(0), 1, outs=(told,)).keep(made)
             assert kept.is_conj() == told.conjugate
             assert torch.equal(kept, made)
         view = compiled("aten._conj.default", SlotArgument(0), outs=(told,))
         if told.conjugate:
-            assert view.kept(z.conj())[0].is_conj()
+            assert view.keep(z.conj()).is_conj()
         else:
             with pytest.raises(ValueError, match="conjugate"):
-                view.kept(z.conj())
+                view.keep(z.conj())
     negative = strided_of(z.conj().imag)
     assert negative.negative
-    assert compiled("aten._neg_view.default", SlotArgument(0), outs=(negative,)).kept(z.conj().imag)[0].is_neg()
+    assert compiled("aten._neg_view.default", SlotArgument(0), outs=(negative,)).keep(z.conj().imag).is_neg()
 
 
 def test_of_many_results_those_are_kept_that_are_told() -> None:
     three = Strided("float32", (2,), (1,))
     kernel = compiled("aten.max.dim", SlotArgument(0), 1, outs=(three, None))
     assert kernel.outputs == 1
-    (values,) = kernel.kept(call(kernel, X))
+    (values,) = kernel.keep(call(kernel, X))
     assert values.tolist() == [2.0, 5.0]
     kernel = compiled("aten.split.Tensor", SlotArgument(0), 1, 1, outs=(None, Strided("float32", (2, 1), (3, 1)), None))
-    (middle,) = kernel.kept(call(kernel, X))
+    (middle,) = kernel.keep(call(kernel, X))
     assert middle.flatten().tolist() == [1.0, 4.0]
     with pytest.raises(ValueError, match="returned 2 tensors where 3"):
-        kernel.kept([X, X])
+        kernel.keep([X, X])
     with pytest.raises(ValueError, match="NoneType where"):
-        compiled("aten.max.dim", SlotArgument(0), 1, outs=(three, None)).kept((None, X))
+        compiled("aten.max.dim", SlotArgument(0), 1, outs=(three, None)).keep((None, X))
     with pytest.raises(ValueError, match="NoneType where"):
-        compiled("aten.neg.default", SlotArgument(0), outs=(three,)).kept(None)
+        compiled("aten.neg.default", SlotArgument(0), outs=(three,)).keep(None)
 
 
 def test_flattening() -> None:

@@ -15,7 +15,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from onebox.errors import WireError
 from onebox.wire import (
     DType,
-    Items,
     KernelSpec,
     Many,
     Operator,
@@ -793,8 +792,8 @@ def as_kernel(name: str, given: Mapping[str, Any]) -> Callable[[], Any]:
     """Return a run of an operator as an eager call."""
     args, kwargs = split(name, given)
     tensors: list[Tensor] = []
-    spec_args = tuple(wire(value, tensors, Items) for value in args)
-    spec_kwargs = {key: wire(value, tensors, Items) for key, value in kwargs.items()}
+    spec_args = tuple(wire(value, tensors, Many) for value in args)
+    spec_kwargs = {key: wire(value, tensors, Many) for key, value in kwargs.items()}
     kernel = CompiledKernel(
         KernelSpec(name, spec_args, spec_kwargs, len(tensors), 0), CPU, lambda number: torch.Generator()
     )

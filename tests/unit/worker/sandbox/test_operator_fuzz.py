@@ -20,7 +20,7 @@ from operator_calls import Call, base_calls, random_call
 from operator_mutations import mutate
 from racing_peer import Peer, Place
 
-from onebox.wire import Items, SlotArgument
+from onebox.wire import Many, SlotArgument
 from tests.kit.waiting import until
 
 UNWRITTEN = "aten.empty.memory_format"
@@ -144,7 +144,7 @@ def test_a_tensor_may_lie_in_the_memory_of_another() -> None:
 
 def test_results_in_a_list_beside_others_are_compared_as_well() -> None:
     number = Image("float32", (), (), bytes(4))
-    values = Items((SlotArgument(0),))
+    values = Many((SlotArgument(0),))
     call = Call(
         "aten._amp_foreach_non_finite_check_and_unscale.default",
         (values, SlotArgument(1), SlotArgument(2)),

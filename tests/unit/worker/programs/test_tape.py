@@ -1,4 +1,4 @@
-"""Blocks do what their calls do, the first time and later, and in failing, too."""
+"""Tapes do what plain PyTorch does, the first time and later, and in failing, too."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from onebox.wire import FREE, BlockSpec
-from onebox.wire.protocol.eager import Operate, Replay
+from onebox.wire import FREE, TapeSpec
+from onebox.wire.protocol.eager import Replay
 from onebox.wire.protocol.instructions import Ask, Free
 from onebox.wire.protocol.requests import Define
 from onebox.wire.protocol.responses import WorkerMemory
 from onebox.worker.faults import Fault
-from tests.unit.machines import Rig
+from tests.unit.machines import Batch, Rig
 from tests.unit.worker.scripts import (
     ADD,
     MUL_,
@@ -72,14 +72,15 @@ def scripts(draw: st.DrawFn) -> Script:
 
 @given(scripts(), st.booleans())
 @settings(max_examples=80, deadline=None)
-def test_a_block_does_what_its_calls_do(script: Script, again: bool) -> None:
-    block = script.block()
-    assume(block.inputs <= len(block.calls) + len(block.outputs))  # a block has no more inputs than it uses
+def test_a_tape_does_what_its_calls_do(script: Script, again: bool) -> None:
+    tape = script.tape()
+    assume(tape.inputs <= len(tape.calls))  # a tape has no more inputs than it uses
+    assume(next(iter(tape.calls), 1) != FREE)  # nothing is freed before the first call
     single = on_a_worker(script)
     script.check(single)
     assert single.used == bytes_held(script)
     rig = Rig()
-    rig.do(*script.definitions(), Define(9, block))
+    rig.do(*script.definitions(), Define(9, tape))
     for _ in range(3 if again else 2):
         script.put(rig)
         rig.do(script.replay(9))
@@ -92,12 +93,12 @@ def test_a_block_does_what_its_calls_do(script: Script, again: bool) -> None:
 
 
 @pytest.mark.parametrize("replays", [0, 1, 2], ids=["first", "second", "third"])
-def test_a_failure_in_a_block_voids_what_is_made_after_it(replays: int) -> None:
+def test_a_failure_in_a_tape_voids_what_is_made_after_it(replays: int) -> None:
     """The operator in place fails where its second argument has three elements."""
     rig = Rig()
     rig.do(Define(1, ADD), Define(2, MUL_))
-    calls = (1, 0, 1, 4, 2, 0, 2, 1, 0, 1, 5, 1, 1, 1, 6, 1, 5, 6, 7, FREE, 5, FREE, 3)
-    rig.do(Define(9, BlockSpec(calls, 4, (4, 6, 7), 4)))
+    calls = (1, -1, -2, 2, -1, -3, 1, -1, -2, 1, -2, -2, 1, 1, 2, FREE, 1, FREE, -4)
+    rig.do(Define(9, TapeSpec(calls, 4, 4)))
     inputs, outputs, floats = (11, 12, 13, 14), (21, 22, 23), (1.0,) * 4
     for _ in range(replays):
         rig.put(b11=ONES, b12=ONES, b13=ONES, b14=ONES)
@@ -123,21 +124,21 @@ def test_a_failure_in_a_block_voids_what_is_made_after_it(replays: int) -> None:
 
 
 @pytest.mark.parametrize("replays", [0, 1, 2], ids=["first", "second", "third"])
-def test_a_failure_in_a_block_leaves_what_was_to_be_written(replays: int) -> None:
-    """The block writes to a view of its first input; a view from before it sees that memory, too."""
+def test_a_failure_in_a_tape_leaves_what_was_to_be_written(replays: int) -> None:
+    """The tape writes to a view of its first input; a view from before it sees that memory, too."""
     rig = Rig()
     rig.do(
         Define(1, ADD),
         Define(2, MUL_),
         Define(5, VIEW),
-        Define(9, BlockSpec((5, 0, 2, 2, 2, 1, 1, 0, 0, 3), 2, (3,), 1)),
+        Define(9, TapeSpec((5, -1, 2, 0, -2, 1, -1, -1, FREE, 0), 2, 1)),
     )
     for _ in range(replays):
         rig.put(b11=ONES, b12=ONES.view(2, 2))
         rig.do(Replay(9, (11, 12), (21,), (1.0,)))
         assert torch.equal(rig.get(21), ONES * 2)
     rig.put(b11=ONES, b12=torch.ones(3, dtype=torch.float64), b13=ONES)
-    rig.do(Operate((5, 11, 31, 5, 13, 32)), Replay(9, (11, 12), (21,), (1.0,)))
+    rig.do(Batch((5, 11, 31, 5, 13, 32)), Replay(9, (11, 12), (21,), (1.0,)))
     (failure,) = rig.failures
     assert failure.operator == "aten.mul_.Tensor"
     assert failure_of(rig, 21) == failure
@@ -147,9 +148,9 @@ def test_a_failure_in_a_block_leaves_what_was_to_be_written(replays: int) -> Non
 
 
 @pytest.mark.parametrize("replays", [0, 1, 2], ids=["first", "second", "third"])
-def test_a_view_of_what_is_there_is_made_after_a_failure_in_a_block(replays: int) -> None:
+def test_a_view_of_what_is_there_is_made_after_a_failure_in_a_tape(replays: int) -> None:
     rig = Rig()
-    rig.do(Define(2, MUL_), Define(5, VIEW), Define(9, BlockSpec((2, 0, 1, 5, 0, 2), 2, (2,), 0)))
+    rig.do(Define(2, MUL_), Define(5, VIEW), Define(9, TapeSpec((2, -1, -2, 5, -1), 2)))
     for _ in range(replays):
         rig.put(b11=ONES, b12=ONES)
         rig.do(Replay(9, (11, 12), (21,)))
@@ -164,9 +165,9 @@ def test_a_view_of_what_is_there_is_made_after_a_failure_in_a_block(replays: int
     assert rig.used == used - 32
 
 
-def test_a_block_that_does_not_run_leaves_what_its_views_would_have_written() -> None:
+def test_a_tape_that_does_not_run_leaves_what_its_views_would_have_written() -> None:
     rig = Rig(faults=(Fault("error", "replay", 1),))
-    rig.do(Define(2, MUL_), Define(5, VIEW), Define(9, BlockSpec((5, 0, 2, 5, 2, 3, 2, 3, 1), 2, (), 0)))
+    rig.do(Define(2, MUL_), Define(5, VIEW), Define(9, TapeSpec((5, -1, 5, 0, 2, 1, -2, FREE, 0, FREE, 1), 2)))
     rig.put(b11=ONES, b12=ONES.view(2, 2))
     rig.do(Replay(9, (11, 12), (), ()))
     assert len(rig.failures) == 1
@@ -176,34 +177,34 @@ def test_a_block_that_does_not_run_leaves_what_its_views_would_have_written() ->
 
 @pytest.mark.parametrize("replays", [0, 2])
 def test_a_void_input_voids_what_is_made_from_its_use_on(rig: Rig, replays: int) -> None:
-    rig.do(Define(9, BlockSpec((1, 0, 0, 2, 1, 1, 1, 3, 2, 1, 2), 2, (2, 3), 2)))
+    rig.do(Define(9, TapeSpec((1, -1, -1, 1, -2, -2, 2, -2, 0), 2, 2)))
     for _ in range(replays):
         rig.do(Replay(9, (11, 12), (21, 22), (1.0, 1.0)))
         rig.put(b12=ONES)
-    rig.do(Operate((3, 11, 12, 31)), Replay(9, (31, 12), (21, 22), (1.0, 1.0)))
+    rig.do(Batch((3, 11, 12, 31)), Replay(9, (31, 12), (21, 22), (1.0, 1.0)))
     (failure,) = rig.failures
     assert failure.operator == "aten.mm.default"
     assert failure_of(rig, 21) == failure_of(rig, 22) == failure
     assert torch.equal(rig.get(12), ONES)
 
 
-def test_a_block_that_could_not_be_defined_voids_what_it_would_have_made(rig: Rig) -> None:
-    rig.do(Define(9, BlockSpec((1, 0, 1, 2), 2, (5,), 1)), Replay(9, (11, 12), (20,), (1.0,)))
+def test_a_tape_that_could_not_be_defined_voids_what_it_would_have_made(rig: Rig) -> None:
+    rig.do(Define(9, TapeSpec((1, -1, -2, FREE, 5), 2, 1)), Replay(9, (11, 12), (20,), (1.0,)))
     (failure,) = rig.failures
     assert (failure.kind, failure.operator) == ("protocol", "define")
     assert failure_of(rig, 20) == failure
     assert all(torch.equal(rig.get(number), ONES) for number in (11, 12, 13))
 
 
-def test_a_block_keeps_its_kernels(rig: Rig) -> None:
-    rig.do(Define(9, BlockSpec((1, 0, 1, 2), 2, (2,), 1)), Free((), (1,)))
+def test_a_tape_keeps_its_kernels(rig: Rig) -> None:
+    rig.do(Define(9, TapeSpec((1, -1, -2), 2, 1)), Free((), (1,)))
     for _ in range(2):
         rig.do(Replay(9, (11, 12), (20,), (2.0,)))
         assert torch.equal(rig.get(20), ONES * 3)
     assert rig.failures == []
 
 
-def test_storages_that_grow_in_a_block_are_counted() -> None:
+def test_storages_that_grow_in_a_tape_are_counted() -> None:
     script = Script(torch.zeros(2), torch.zeros(3))
     (view,) = script.run(aten.view.default, Ref(2), [3])
     script.run(aten.resize_.default, Ref(1), [40])
@@ -211,7 +212,7 @@ def test_storages_that_grow_in_a_block_are_counted() -> None:
     script.run(aten.resize_.default, Ref(view), [20])
     script.run(aten.fill_.Scalar, Ref(view), 2)
     rig = Rig()
-    rig.do(*script.definitions(), Define(9, script.block()))
+    rig.do(*script.definitions(), Define(9, script.tape()))
     for _ in range(3):
         script.put(rig)
         rig.do(script.replay(9))
@@ -222,10 +223,10 @@ def test_storages_that_grow_in_a_block_are_counted() -> None:
 
 
 @pytest.mark.parametrize("replays", [0, 1, 2], ids=["first", "second", "third"])
-def test_a_block_that_does_not_fit_fails_at_the_operator_that_does_not(replays: int) -> None:
-    calls = (1, 0, 0, 1, FREE, 1, 1, 0, 0, 2, 1, 2, 0, 3, FREE, 2)
+def test_a_tape_that_does_not_fit_fails_at_the_operator_that_does_not(replays: int) -> None:
+    calls = (1, -1, -1, FREE, 0, 1, -1, -1, 1, 1, -1, FREE, 1)
     rig = Rig()
-    rig.do(Define(1, ADD), Define(9, BlockSpec(calls, 1, (3,), 3)))
+    rig.do(Define(1, ADD), Define(9, TapeSpec(calls, 1, 3)))
     rig.put(b1=ONES)
     for _ in range(replays):
         rig.do(Replay(9, (1,), (2,), (1.0, 1.0, 1.0)), Free((2,)))
@@ -241,9 +242,9 @@ def test_a_block_that_does_not_fit_fails_at_the_operator_that_does_not(replays: 
     assert rig.failures == []
 
 
-def test_the_peak_of_a_block_is_that_of_its_operators() -> None:
+def test_the_peak_of_a_tape_is_that_of_its_operators() -> None:
     rig = Rig()
-    rig.do(Define(1, ADD), Define(9, BlockSpec((1, 0, 0, 1, 1, 1, 0, 2, FREE, 1, FREE, 0), 1, (2,), 2)))
+    rig.do(Define(1, ADD), Define(9, TapeSpec((1, -1, -1, 1, 0, -1, FREE, 0, FREE, -1), 1, 2)))
     for _ in range(3):
         rig.put(b1=ONES)
         rig.do(Ask("peak"), Replay(9, (1,), (2,), (1.0, 1.0)))
@@ -253,13 +254,9 @@ def test_the_peak_of_a_block_is_that_of_its_operators() -> None:
 
 
 def test_every_operator_counts_as_progress(rig: Rig) -> None:
-    rig.do(Define(9, BlockSpec((1, 0, 1, 2, FREE, 2, 2, 0, 1), 2, (), 1)))
-    for instruction, count in (
-        (Operate((1, 11, 12, 20, FREE, 20, 2, 11, 12), (1.0,)), 3),
-        (Replay(9, (11, 12), (), (1.0,)), 3),
-    ):
-        for _ in range(2):
-            before = rig.machine.progress.executed
-            rig.do(instruction)
-            assert rig.machine.progress.executed - before == count
-            assert rig.machine.progress.doing == "aten.mul_.Tensor"
+    rig.do(Define(9, TapeSpec((1, -1, -2, FREE, 0, 2, -1, -2), 2, 1)))
+    for _ in range(3):
+        before = rig.machine.progress.executed
+        rig.do(Replay(9, (11, 12), (), (1.0,)))
+        assert rig.machine.progress.executed - before == 3
+        assert rig.machine.progress.doing == "aten.mul_.Tensor"
