@@ -315,13 +315,13 @@ def test_another_layout_or_precision_is_another_graph(model: ModelAccelerator) -
 
 def test_a_wait_of_the_host_cannot_be_captured(model: ModelAccelerator) -> None:
     worker, x = Worker(model, CHAIN), values()
-    line = worker.tape._code[2]
+    line = worker.tape.steps[2]
 
     def reading(tensor: Tensor) -> Tensor:
         """An operator that reads a value on the host, as some do that check what they are given."""
         return tensor.neg() if tensor.sum().item() else tensor
 
-    worker.tape._code[2] = (reading, *line[1:])
+    worker.tape.steps[2] = (reading, *line[1:])
     there = worker.put(x)
     for _ in range(5):
         (made,) = worker(there)
