@@ -1,12 +1,14 @@
 """Sequences of operators that repeat and change give what PyTorch gives without a virtual device, to the last bit.
 
 Programs are made of operators, views and updates in place over four matrices; some parts are left out in some of their
-repetitions, so that sequences are stored as blocks, called by number, and given up again.
+repetitions, so that some batches of calls occur again and others do not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -15,8 +17,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import onebox
+from onebox.pool import Pool
 from onebox.vgpu.runtime import command_queue as stream_module
-from onebox.vgpu.runtime.context import current_context
+from onebox.wire.protocol.eager import Replay
 
 SIZE = 4
 CALLS = 6
@@ -131,8 +134,14 @@ def test_sequences_that_repeat_and_change(program: list[Part], left_out: list[in
     assert run("vgpu:0", program, left_out, reads) == expected
 
 
-def test_blocks_are_what_is_tested() -> None:
+def test_batches_that_occur_again_are_what_is_tested(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs, post = Counter[int](), Pool.post
+
+    def noted(pool: Pool, worker: int, instructions: Sequence[Any], *args: Any, **named: Any) -> Any:
+        runs.update(each.tape for each in instructions if isinstance(each, Replay))
+        return post(pool, worker, instructions, *args, **named)
+
+    monkeypatch.setattr(Pool, "post", noted)
     program: list[Part] = [(kind, 0, 1, 2, 0.5) for kind in KINDS | UPDATES]
     run("vgpu:0", program, [-1] * 4, [])
-    blocks = current_context().queues[0]._batches.cache._entries.values()
-    assert sum(number > 0 for number in blocks) > len(KINDS) // CALLS
+    assert sum(times > 1 for times in runs.values()) > len(KINDS) // CALLS
