@@ -125,7 +125,7 @@ _FAILED = "the agent failed at a message of this session and has ended it; its j
 _TICK_MS = 200
 """Between two looks at leases that start or end."""
 
-_IDLE_TICK_MS = 1000
+_IDLE_TICK_MS = 500
 """The same where none does."""
 
 _PAUSE_S = 0.05
