@@ -17,6 +17,9 @@ import psutil
 from tests.kit import warm
 
 POOL = ("--pool", "cpu*2", "--threads", "1")
+SLOW = ("--pool", "cpu@0.1,cpu@0.1")
+"""Whoever reads what such a run says has seconds until it is over; it computes the same bits."""
+
 WITHIN_S = 120.0
 
 

@@ -15,11 +15,18 @@ from PIL import Image
 from onebox.cli import main
 from onebox.engine.state.checkpoint_files import read, saves
 from tests.kit.waiting import until
-from tests.process.cli.commands import POOL, WITHIN_S, assert_gone, command, metrics, read_until, running, workers_of
+from tests.process.cli.commands import (
+    POOL,
+    SLOW,
+    WITHIN_S,
+    assert_gone,
+    command,
+    metrics,
+    read_until,
+    running,
+    workers_of,
+)
 from tests.process.cli.conftest import SETTINGS, Run
-
-SLOW = ("--pool", "cpu@0.1,cpu@0.1")
-"""Whoever reads what such a run says has seconds until it is over; it computes the same bits."""
 
 ENDLESS = ("--model", "mlp", "--epochs", "100000", "--every", "1", *POOL)
 

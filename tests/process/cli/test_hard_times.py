@@ -17,7 +17,7 @@ from onebox.engine.state.checkpoint_files import read, saves
 from onebox.plan import Plan
 from onebox.pool import Fault, Pool, open_pool
 from onebox.pool.backends.local import LocalSource
-from tests.process.cli.commands import POOL, WITHIN_S, metrics, read_until, running, workers_of
+from tests.process.cli.commands import POOL, SLOW, WITHIN_S, metrics, read_until, running, workers_of
 from tests.process.cli.conftest import SETTINGS, Run
 
 MOUNT = ["unshare", "--user", "--map-root-user", "--mount"]
@@ -32,9 +32,9 @@ def weights(save: Path) -> list[bytes]:
 
 
 def test_a_run_that_loses_a_worker_goes_on_and_says_what_it_cost(undisturbed: Run, tmp_path: Path) -> None:
-    line = ["train", *SETTINGS, "--run", "run", "--every", "1", "--recover", "on", "--snapshot-every", "5"]
+    line = ["train", *SETTINGS, *SLOW, "--run", "run", "--every", "1", "--recover", "on", "--snapshot-every", "5"]
     with running(line, tmp_path) as process:
-        read_until(process, r"step 40/69")
+        read_until(process, r"step 30/69")
         workers_of(process)[0].kill()
         output, errors = process.communicate(timeout=WITHIN_S)
     assert process.returncode == 0, errors
