@@ -1,6 +1,7 @@
 """Offloading on a modelled accelerator: tests of another file, with several seeds."""
 
 from tests.unit.worker.memory.test_offload import (
+    allocated,
     rig,
     test_a_buffer_that_is_filled_anew_is_away_no_more,
     test_a_second_offload_and_a_second_prefetch_are_errors,
@@ -22,6 +23,7 @@ from tests.unit.worker.memory.test_offload import (
 )
 
 __all__ = [
+    "allocated",
     "rig",
     "test_a_buffer_that_is_filled_anew_is_away_no_more",
     "test_a_second_offload_and_a_second_prefetch_are_errors",

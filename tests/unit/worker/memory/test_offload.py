@@ -17,7 +17,7 @@ from onebox.wire.protocol.instructions import Ask, Call, Evict, Free, Get, Offlo
 from onebox.wire.protocol.requests import Define, OptimizerSpec, Routine, Run
 from onebox.wire.protocol.responses import WorkerMemory
 from onebox.worker.faults import Fault, FaultInjector
-from onebox.worker.memory.async_copy import ThreadCopier
+from onebox.worker.memory.async_copy import StreamCopier, ThreadCopier
 from onebox.worker.memory.buffers import Poisoned
 from onebox.worker.memory.host import HOST_SHARE, HostMemory
 from onebox.worker.memory.offload import HostBlockPool
@@ -71,13 +71,13 @@ def test_a_copy_after_the_end_fails_and_starts_no_thread() -> None:
 def allocated(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The sizes of all blocks that are allocated on the host."""
     sizes: list[int] = []
-    block = ThreadCopier.block
+    for kind in (ThreadCopier, StreamCopier):
 
-    def counted(copier: ThreadCopier, size_bytes: int) -> torch.Tensor:
-        sizes.append(size_bytes)
-        return block(copier, size_bytes)
+        def counted(copier: Any, size_bytes: int, block: Any = kind.block) -> torch.Tensor:
+            sizes.append(size_bytes)
+            return block(copier, size_bytes)
 
-    monkeypatch.setattr(ThreadCopier, "block", counted)
+        monkeypatch.setattr(kind, "block", counted)
     return sizes
 
 
