@@ -16,7 +16,7 @@ from onebox.wire.protocol.instructions import GroupDelays, Options, Step
 from onebox.wire.protocol.snapshots import SlotInstruction, StateEntry
 
 PROTOCOL = 23
-"""Version of everything in this file, in ``steps.py``, ``program.py`` and ``state.py``; both sides must agree."""
+"""Version of the messages in this folder and of ``program.py``; client and worker must agree."""
 
 
 class Routine(Message, frozen=True, tag="routine"):

@@ -73,7 +73,7 @@ class ShmCarrier:
 
     @property
     def sender(self) -> ShmSender:
-        """What this rank sends with.
+        """The sending end of this rank.
 
         Raises:
             RankLost: The group has been left.

@@ -72,7 +72,7 @@ class PeerLink:
 
     @property
     def connected(self) -> tuple[bool, bool]:
-        """Whether the connections to the peer are there, and those from it."""
+        """State of the connections: to the peer, and from it."""
         return self._writer is not None, bool(self._incoming)
 
     @property
@@ -304,7 +304,7 @@ class PeerLink:
 
 
 class Attend(Protocol):
-    """What a thread does now and then that waits."""
+    """Work of a waiting thread between two looks."""
 
     def __call__(self, *, missing: bool) -> object:
         """Do it; ``missing`` if the awaited rank has not connected."""
