@@ -1,9 +1,10 @@
 """The bytes that this process sends to the workers of this machine, as they go to their sockets.
 
 They are taken where ZeroMQ takes them, so that nothing depends on how the modules between are called. Over sockets of
-one machine a message is its frames and nothing else. Messages that answer a rendezvous are left out: they carry names
-that are drawn at random. Sums that the client computes come after all others: they go out whenever the last worker has
-sent its part, before or after what the caller sends meanwhile.
+one machine a message is its frames and nothing else; what this process sends elsewhere, such as to agents of another
+test, is left out. Messages that answer a rendezvous are left out: they carry names that are drawn at random. Sums that
+the client computes come after all others: they go out whenever the last worker has sent its part, before or after what
+the caller sends meanwhile.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Traffic:
             part: The part.
             more: Whether further parts follow.
         """
-        if socket.type == zmq.DEALER:
+        if socket.type == zmq.DEALER and socket.LAST_ENDPOINT.startswith(b"ipc://"):
             with self._lock:
                 begun = self._begun.setdefault(socket, [])
                 begun.append(bytes(memoryview(part).cast("B")))

@@ -571,8 +571,9 @@ def test_of_several_agents_all_are_leased_or_none_is_held_while_another_is_waite
             assert [lease.wait for lease in leases] == [False, True, False, True]
             assert len(agent.leases) == len(other.leases) == 1
             refusals.append(True)
+            sources += [source(agent, "cpu"), source(other, "cpu")]
             with pytest.raises(Busy, match="bo has it"):
-                acquire_all(sources, CLIENT, wait=False)
+                acquire_all(sources[2:], CLIENT, wait=False)
         finally:
             for each in sources:
                 each.close()
