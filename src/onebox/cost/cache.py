@@ -53,17 +53,18 @@ def key_of(*parts: object) -> str:
     return hashlib.blake2b(msgspec.json.encode(parts, order="deterministic"), digest_size=16).hexdigest()
 
 
-def cache_folder() -> Path:
-    """Return the folder of the files: ``onebox/profiles`` in the user's cache folder.
+def cache_folder(kind: str = "profiles") -> Path:
+    """Return a folder of ``onebox`` in the user's cache folder, which follows the XDG base directory specification.
 
-    The cache folder follows the XDG base directory specification.
+    Args:
+        kind: Its name.
 
     Raises:
         RuntimeError: The user has no home.
     """
     named = Path(os.environ.get("XDG_CACHE_HOME", ""))
     base = named if named.is_absolute() else Path.home() / ".cache"  # the specification ignores a relative one
-    return base / "onebox" / "profiles"
+    return base / "onebox" / kind
 
 
 def load(key: str, kind: type[T]) -> T | None:
@@ -75,7 +76,7 @@ def load(key: str, kind: type[T]) -> T | None:
     """
     with contextlib.suppress(OSError, RuntimeError, ValueError, msgspec.MsgspecError):
         path = cache_folder() / f"{key}.json"
-        _own(path.parent)
+        keep_private(path.parent)
         found = msgspec.json.decode(read_regular(path, MOST_BYTES), type=_File)
         if (found.format, found.key) == (FORMAT, key):
             return msgspec.json.decode(found.value, type=kind)
@@ -98,7 +99,7 @@ def store(key: str, value: object) -> bool:
     try:
         folder = cache_folder()
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _own(folder)
+        keep_private(folder)
         put_file(folder / f"{key}.json", content)
     except (OSError, RuntimeError):
         return False
@@ -106,7 +107,7 @@ def store(key: str, value: object) -> bool:
     return True
 
 
-def _own(folder: Path) -> None:
+def keep_private(folder: Path) -> None:
     """Ensure that only the user can write to the folder.
 
     Raises:

@@ -1,0 +1,199 @@
+// What Python sees of the device: devices are opened, what a call means is learned, and what was recorded is taken.
+
+#include "recorder.h"
+
+#include <torch/csrc/PyInterpreter.h>
+#include <torch/csrc/jit/python/pybind_utils.h>
+#include <torch/csrc/utils/pybind.h>
+
+namespace py = pybind11;
+
+namespace onebox {
+
+namespace {
+
+// never destroyed, as the interpreter may be gone by then
+py::object& miss_function = *new py::object;
+py::object& full_function = *new py::object;
+py::object& generators = *new py::object;
+
+const GeneratorHandlers generator_handlers{
+    [](c10::DeviceIndex index) {
+      const py::gil_scoped_acquire gil;
+      return generators.attr("make")(index).cast<int64_t>();
+    },
+    [](c10::DeviceIndex index, int64_t number, uint64_t seed) {
+      const py::gil_scoped_acquire gil;
+      generators.attr("seed")(index, number, seed);
+    },
+    [](c10::DeviceIndex index, int64_t number) {
+      const py::gil_scoped_acquire gil;
+      return generators.attr("state")(index, number).cast<at::Tensor>();
+    },
+    [](c10::DeviceIndex index, int64_t number, const at::Tensor& state) {
+      const py::gil_scoped_acquire gil;
+      generators.attr("set_state")(index, number, state);
+    }};
+
+thread_local Miss* pending = nullptr;
+
+struct Pending {  // of this thread, while Python looks at a call; calls that it makes may have their own
+  explicit Pending(Miss* miss) : before(std::exchange(pending, miss)) {}
+  ~Pending() { pending = before; }
+  Miss* const before;
+};
+
+bool is_enum(const c10::Argument& argument, c10::TypeKind kind) {
+  const auto& type = argument.real_type();
+  if (type->kind() == kind) return true;
+  const auto optional = type->cast<c10::OptionalType>();
+  return optional != nullptr && optional->getElementType()->kind() == kind;
+}
+
+py::object to_python(const c10::IValue& value, const c10::Argument& argument) {
+  if (value.isTensor() && value.toTensor().defined() && value.toTensor().unsafeGetTensorImpl()->is_wrapped_number())
+    return torch::jit::toPyObject(c10::IValue(value.toTensor().item()));
+  if (value.isInt()) {
+    if (is_enum(argument, c10::TypeKind::ScalarTypeType)) return py::cast(static_cast<c10::ScalarType>(value.toInt()));
+    if (is_enum(argument, c10::TypeKind::LayoutType)) return py::cast(static_cast<c10::Layout>(value.toInt()));
+    if (is_enum(argument, c10::TypeKind::MemoryFormatType)) return py::cast(static_cast<c10::MemoryFormat>(value.toInt()));
+  }
+  return torch::jit::toPyObject(value);
+}
+
+void call_python(const c10::OperatorHandle& op, torch::jit::Stack* stack, Miss& miss) {
+  const py::gil_scoped_acquire gil;
+  const Pending here(&miss);
+  const auto& schema = op.schema();
+  const auto count = schema.arguments().size();
+  py::list args;
+  py::dict kwargs;
+  const auto given = torch::jit::last(*stack, count);
+  const auto is_default = [&](size_t at) {
+    const auto& value = schema.arguments()[at].default_value();
+    return value.has_value() && *value == given[at];
+  };
+  size_t positional = 0;
+  while (positional < count && !schema.arguments()[positional].kwarg_only()) ++positional;
+  for (size_t at = positional; at < count; ++at) {
+    const auto& argument = schema.arguments()[at];
+    if (!is_default(at)) kwargs[py::str(argument.name())] = to_python(given[at], argument);
+  }
+  while (positional > 0 && is_default(positional - 1)) --positional;
+  for (size_t at = 0; at < positional; ++at) args.append(to_python(given[at], schema.arguments()[at]));
+  const py::object result = miss_function(torch::detail::getTorchApiFunction(op), py::tuple(args), kwargs);
+  if (miss.learned != nullptr) return;
+  const auto& returns = schema.returns();
+  torch::jit::drop(*stack, count);
+  if (returns.size() == 1) {
+    torch::jit::push(*stack, torch::jit::toIValue(result, returns[0].real_type()));
+  } else if (!returns.empty()) {
+    const auto several = result.cast<py::sequence>();
+    TORCH_CHECK(several.size() == returns.size(), op.operator_name(), " returns ", returns.size(), " values, not ", several.size());
+    for (size_t at = 0; at < returns.size(); ++at) {
+      torch::jit::push(*stack, torch::jit::toIValue(py::object(several[at]), returns[at].real_type()));
+    }
+  }
+}
+
+void send_full(Queue& queue) {
+  const py::gil_scoped_acquire gil;
+  full_function(queue.index);
+}
+
+// ---- layouts: (dtype, sizes, strides, offset, bytes of the storage, conjugate, negative)
+
+using LayoutTuple = std::tuple<c10::ScalarType, std::vector<int64_t>, std::vector<int64_t>, int64_t, int64_t, bool, bool>;
+
+Layout to_layout(const LayoutTuple& given) {
+  const auto& [dtype, sizes, strides, offset, bytes, conjugate, negative] = given;
+  TORCH_CHECK(sizes.size() == strides.size(), "a layout of ", sizes.size(), " sizes and ", strides.size(), " strides");
+  return {dtype, Extents(sizes.begin(), sizes.end()), Extents(strides.begin(), strides.end()), offset, bytes, conjugate, negative};
+}
+
+LayoutTuple from_layout(const Layout& layout) {
+  return {layout.dtype, {layout.sizes.begin(), layout.sizes.end()}, {layout.strides.begin(), layout.strides.end()},
+          layout.offset, layout.storage_bytes, layout.conjugate, layout.negative};
+}
+
+Buffer& buffer(const at::Tensor& tensor) {
+  auto* found = buffer_of(tensor);
+  TORCH_CHECK(found != nullptr, "expected a tensor of a virtual device");
+  return *found;
+}
+
+std::shared_ptr<Queue> queue(c10::DeviceIndex index) {
+  auto found = queue_of(index);
+  TORCH_CHECK(found != nullptr, "there is no virtual device ", static_cast<int>(index));
+  return found;
+}
+
+void learn(int64_t kernel, const std::vector<std::pair<int64_t, std::optional<LayoutTuple>>>& returns,
+           const std::vector<int64_t>& lengths, bool allocates) {
+  TORCH_CHECK(pending != nullptr && pending->cacheable, "no call can be learned now");
+  auto record = std::make_shared<Record>();
+  record->key = pending->key;
+  record->kernel = kernel;
+  record->lengths = lengths;
+  record->allocates = allocates;
+  for (const auto& [input, layout] : returns) {
+    Return one;
+    one.input = input;
+    if (layout.has_value()) one.layout = to_layout(*layout);
+    one.kind = layout.has_value() ? (input < 0 ? Return::kNew : Return::kView) : (input < 0 ? Return::kUndefined : Return::kInput);
+    record->made += one.kind == Return::kNew;
+    record->returns.push_back(std::move(one));
+  }
+  pending->learned = std::move(record);
+}
+
+}  // namespace
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
+  set_handlers(&call_python, &send_full);
+  set_generator_handlers(generator_handlers);
+  module.def("handle", [](py::object miss, py::object full, py::object makers) {
+    miss_function = std::move(miss);
+    full_function = std::move(full);
+    generators = std::move(makers);
+  });
+  module.def("register_kernels", &register_kernels);
+  module.def("set_device_count", &set_device_count);
+  module.def("open", [](c10::DeviceIndex index, int64_t first, size_t records) {
+    set_queue(index, std::make_shared<Queue>(index, first, records));
+  });
+  module.def("close", [](c10::DeviceIndex index) {
+    queue(index)->close();
+    set_queue(index, nullptr);
+  });
+  module.def("after_fork", &abandon);
+  module.def("learnable", [] { return pending != nullptr && pending->cacheable; });
+  module.def("learn", &learn, py::arg("kernel"), py::arg("returns"), py::arg("lengths"), py::arg("allocates") = false);
+  module.def("reserve", [](c10::DeviceIndex index, int64_t count) { return queue(index)->reserve(count); });
+  module.def("fresh", [](c10::DeviceIndex index, int64_t number) { return queue(index)->fresh(number); });
+  module.def("calls", [](c10::DeviceIndex index) { return queue(index)->calls(); });
+  module.def("records", [](c10::DeviceIndex index) { return queue(index)->records(); });
+  module.def("set_most_calls", [](c10::DeviceIndex index, int64_t most) { queue(index)->set_most_calls(most); });
+  module.def("take", [](c10::DeviceIndex index) {
+    auto batch = queue(index)->take();
+    return std::make_tuple(batch.code, batch.inputs, batch.outputs, batch.strays, batch.floats);
+  });
+  module.def("take_evicted", [](c10::DeviceIndex index) { return queue(index)->take_evicted(); });
+  module.def("take_ended_generators", [](c10::DeviceIndex index) { return queue(index)->take_ended_generators(); });
+  module.def("generator_number", [](const at::Generator& generator) { return generator_number(generator); });
+  module.def("make", [](c10::DeviceIndex index, int64_t number, const LayoutTuple& layout) {
+    return make_tensor(queue(index), number, to_layout(layout));
+  });
+  module.def("make_view", [](const at::Tensor& base, const LayoutTuple& layout) { return make_view(base, to_layout(layout)); });
+  module.def("number", [](const at::Tensor& tensor) { return buffer(tensor).number; });
+  module.def("pass_on", [](const at::Tensor& tensor) { return std::exchange(buffer(tensor).number, 0); });
+  module.def("layout", [](const at::Tensor& tensor) { return from_layout(Layout::of(tensor)); });
+  module.def("base", [](const at::Tensor& tensor) { return from_layout(buffer(tensor).base); });
+  module.def("is_base", [](const at::Tensor& tensor) { return buffer(tensor).base.fits(*tensor.unsafeGetTensorImpl()); });
+  module.def("counts", [] {
+    const auto now = counts();
+    return std::make_pair(now.hits, now.misses);
+  });
+}
+
+}  // namespace onebox

@@ -1,0 +1,139 @@
+// The recorded calls of one virtual device, and the buffers that its tensors hold.
+
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/ScalarType.h>
+#include <c10/util/SmallVector.h>
+
+#include <atomic>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <unordered_map>
+#include <vector>
+
+namespace onebox {
+
+using Words = c10::SmallVector<int64_t, 64>;
+using Extents = c10::SmallVector<int64_t, 5>;
+
+// How a tensor lies in its storage.
+struct Layout {
+  c10::ScalarType dtype = c10::ScalarType::Undefined;
+  Extents sizes, strides;
+  int64_t offset = 0;
+  int64_t storage_bytes = 0;
+  bool conjugate = false, negative = false;
+
+  static Layout of(const at::Tensor& tensor);
+  bool fits(const c10::TensorImpl& tensor) const;
+};
+
+// What a call returns at one place of its flattened results.
+struct Return {
+  enum Kind : uint8_t { kNew, kInput, kView, kUndefined };
+  Kind kind = kUndefined;
+  int64_t input = -1;  // of kInput and kView
+  Layout layout;       // of kNew and kView
+};
+
+// A kind of call: what the worker runs, and what its results look like.
+struct Record {
+  Words key;
+  int64_t kernel = 0;  // its number on the worker; 0 where nothing has to run there
+  int64_t made = 0;    // new buffers of a call
+  std::vector<Return> returns;
+  std::vector<int64_t> lengths;  // for each return of the operator: the length of a list, or -1
+  bool allocates = false;        // merely allocates its result
+  bool used = true;              // since the last search for one to evict
+};
+
+class Queue;
+
+// The elements of a storage, on a worker; freed with the storage.
+struct Buffer {
+  Buffer(std::shared_ptr<Queue> queue, int64_t number, Layout base)
+      : queue(std::move(queue)), number(number), base(std::move(base)) {}
+  ~Buffer();
+  std::shared_ptr<Queue> queue;
+  int64_t number;  // 0 where another process frees it
+  Layout base;     // of the tensor that the worker holds
+};
+
+// A batch of calls, with buffers by slots, so that a batch that occurs again is equal.
+struct Batch {
+  std::vector<int64_t> code, inputs, outputs, strays;
+  std::vector<double> floats;
+};
+
+// The calls of one device, in the order in which the script made them.
+class Queue : public std::enable_shared_from_this<Queue> {
+ public:
+  static constexpr int64_t kFree = 0;  // the code of a freed buffer in a batch
+
+  Queue(c10::DeviceIndex index, int64_t first_number, size_t most_records)
+      : index(index), next_(first_number), most_records_(most_records) {}
+
+  const c10::DeviceIndex index;
+
+  // Finds the record of a call, appends the call, and returns the record and the first new number; null if unknown.
+  std::shared_ptr<const Record> append(const Words& key, c10::ArrayRef<int64_t> inputs, c10::ArrayRef<double> floats,
+                                       int64_t& first, bool& full);
+  // Appends a call of a record that is not looked up.
+  void append(const std::shared_ptr<const Record>& record, c10::ArrayRef<int64_t> inputs,
+              c10::ArrayRef<double> floats, int64_t& first, bool& full);
+  void learn(std::shared_ptr<Record> record);
+  void drop(int64_t number);   // of a buffer whose storage was collected
+  int64_t reserve(int64_t count);
+  bool fresh(int64_t number);  // whether the very last call has merely allocated a buffer; takes that call back
+  Batch take();
+  std::vector<int64_t> take_evicted();
+  void end_generator(int64_t number);
+  std::vector<int64_t> take_ended_generators();
+  void set_most_calls(int64_t most);
+  void close();
+  void abandon() { closed_.store(true); }
+  bool closed() const { return closed_.load(std::memory_order_relaxed); }
+  int64_t calls();
+  size_t records();
+
+ private:
+  struct Call {
+    int64_t kernel, first, made;
+    uint32_t inputs, floats;  // how many
+  };
+  void append_locked(const Record& record, c10::ArrayRef<int64_t> inputs, c10::ArrayRef<double> floats,
+                     int64_t& first, bool& full);
+  void bury_locked();
+
+  std::mutex mutex_, dead_mutex_;  // the second is taken last, and nothing is destroyed under it
+  std::unordered_multimap<uint64_t, std::shared_ptr<Record>> records_;
+  std::deque<std::shared_ptr<Record>> ages_;
+  std::vector<int64_t> evicted_;
+  std::vector<Call> calls_;
+  std::vector<int64_t> inputs_;
+  std::vector<double> floats_;
+  std::vector<int64_t> dead_, ended_;
+  std::atomic<bool> any_dead_{false}, closed_{false};
+  int64_t next_;
+  int64_t room_ = 0;
+  int64_t most_calls_ = 64;
+  size_t most_records_;
+};
+
+std::shared_ptr<Queue> queue_of(c10::DeviceIndex index);  // null where there is none
+void set_queue(c10::DeviceIndex index, std::shared_ptr<Queue> queue);
+void abandon();  // in a forked process: all devices, whose locks other threads of its parent may hold
+c10::DeviceIndex device_count();
+void set_device_count(c10::DeviceIndex count);
+
+Buffer* buffer_of(const at::Tensor& tensor);  // null for tensors of other devices
+at::Tensor make_tensor(const std::shared_ptr<Queue>& queue, int64_t number, const Layout& layout);
+// Gives a storage memory of another size on its worker; what both sizes have keeps its content.
+void resize_storage(const c10::Storage& storage, int64_t bytes);
+at::Tensor make_view(const at::Tensor& base, const Layout& layout);
+uint64_t hash_of(c10::ArrayRef<int64_t> words);
+
+}  // namespace onebox

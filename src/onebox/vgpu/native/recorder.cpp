@@ -1,0 +1,356 @@
+#include "recorder.h"
+
+#include <ATen/EmptyTensor.h>
+#include <ATen/ops/_reshape_alias_native.h>
+#include <ATen/ops/as_strided_native.h>
+#include <ATen/ops/unfold_native.h>
+#include <ATen/ops/view_as_complex_native.h>
+#include <ATen/ops/view_as_real_native.h>
+#include <ATen/ops/view_native.h>
+#include <ATen/native/Resize.h>
+#include <torch/library.h>
+
+#include <cstring>
+#include <unordered_set>
+
+namespace onebox {
+
+namespace {
+
+MissHandler on_miss = nullptr;
+FullHandler on_full = nullptr;
+std::atomic<int64_t> hits{0}, misses{0};
+
+// Words that begin an argument in a key; what follows has a length that they determine.
+enum Tag : int64_t { kNone = 1, kInt, kFloat, kTrue, kFalse, kComplex, kString, kDevice, kList, kTensor, kNoTensor, kBase, kGenerator };
+
+// An operator's arguments, as far as a record depends on them.
+struct Scan {
+  Words key;
+  c10::SmallVector<int64_t, 8> inputs;
+  c10::SmallVector<double, 4> floats;
+  c10::SmallVector<const at::Tensor*, 8> tensors;
+  std::shared_ptr<Queue> queue;
+  bool floats_in_key = false;
+
+  bool add(const c10::IValue& value);
+
+ private:
+  bool add_tensor(const at::Tensor& tensor);
+  void add_float(double value);
+  bool add_number(const at::Tensor& tensor);
+};
+
+void Scan::add_float(double value) {
+  key.push_back(kFloat);
+  if (floats_in_key) {
+    int64_t word = 0;
+    std::memcpy(&word, &value, sizeof word);
+    key.push_back(word);
+  } else {
+    floats.push_back(value);
+  }
+}
+
+// Adds a Python number that PyTorch has wrapped in a tensor of the host.
+bool Scan::add_number(const at::Tensor& tensor) {
+  if (!tensor.unsafeGetTensorImpl()->is_wrapped_number() || !tensor.is_cpu() || tensor.dim() != 0) return false;
+  switch (tensor.scalar_type()) {
+    case c10::ScalarType::Double:
+      add_float(*static_cast<const double*>(tensor.const_data_ptr()));
+      return true;
+    case c10::ScalarType::Long:
+      key.push_back(kInt);
+      key.push_back(*static_cast<const int64_t*>(tensor.const_data_ptr()));
+      return true;
+    case c10::ScalarType::Bool:
+      key.push_back(*static_cast<const bool*>(tensor.const_data_ptr()) ? kTrue : kFalse);
+      return true;
+    default:
+      return false;
+  }
+}
+
+bool Scan::add_tensor(const at::Tensor& tensor) {
+  if (!tensor.defined()) {
+    key.push_back(kNoTensor);
+    return true;
+  }
+  const auto* buffer = buffer_of(tensor);
+  if (buffer == nullptr) return add_number(tensor);
+  if (queue == nullptr) {
+    queue = buffer->queue;
+  } else if (queue != buffer->queue) {
+    return false;
+  }
+  inputs.push_back(buffer->number);
+  tensors.push_back(&tensor);
+  const auto& impl = *tensor.unsafeGetTensorImpl();
+  const auto dtype = static_cast<int64_t>(tensor.scalar_type());
+  const auto sizes = impl.sizes(), strides = impl.strides();
+  const auto bits = (tensor.is_conj() ? 1 : 0) | (tensor.is_neg() ? 2 : 0);
+  key.push_back((buffer->base.fits(impl) ? kBase : kTensor) | dtype << 8 | static_cast<int64_t>(sizes.size()) << 16 | bits << 24);
+  key.append(sizes.begin(), sizes.end());
+  key.append(strides.begin(), strides.end());
+  key.push_back(impl.storage_offset());
+  key.push_back(static_cast<int64_t>(impl.unsafe_storage().nbytes()));
+  return true;
+}
+
+bool Scan::add(const c10::IValue& value) {
+  if (value.isTensor()) return add_tensor(value.toTensor());
+  if (value.isNone()) {
+    key.push_back(kNone);
+  } else if (value.isInt()) {
+    key.push_back(kInt);
+    key.push_back(value.toInt());
+  } else if (value.isBool()) {
+    key.push_back(value.toBool() ? kTrue : kFalse);
+  } else if (value.isDouble()) {
+    add_float(value.toDouble());
+  } else if (value.isIntList()) {
+    const auto list = value.toIntList();
+    key.push_back(kList | static_cast<int64_t>(list.size()) << 8 | int64_t{1} << 62);
+    for (const int64_t one : list) key.push_back(one);
+  } else if (value.isList()) {
+    const auto list = value.toListRef();
+    key.push_back(kList | static_cast<int64_t>(list.size()) << 8);
+    for (const auto& one : list) {
+      if (!add(one)) return false;
+    }
+  } else if (value.isDevice()) {
+    const auto device = value.toDevice();
+    key.push_back(kDevice);
+    key.push_back(static_cast<int64_t>(device.type()) << 8 | (device.index() & 255));
+  } else if (value.isComplexDouble()) {
+    const auto number = value.toComplexDouble();
+    key.push_back(kComplex);
+    for (const double part : {number.real(), number.imag()}) {
+      int64_t word = 0;
+      std::memcpy(&word, &part, sizeof word);
+      key.push_back(word);
+    }
+  } else if (value.isString()) {
+    const auto& text = value.toStringRef();
+    key.push_back(kString | static_cast<int64_t>(text.size()) << 8);
+    for (size_t at = 0; at < text.size(); at += 8) {
+      int64_t word = 0;
+      std::memcpy(&word, text.data() + at, std::min<size_t>(8, text.size() - at));
+      key.push_back(word);
+    }
+  } else if (value.isGenerator()) {
+    const auto number = generator_number(value.toGenerator());
+    if (number < 0) return false;
+    key.push_back(kGenerator);
+    key.push_back(number);
+  } else {
+    return false;
+  }
+  return true;
+}
+
+// The device of an operator without tensors, from its arguments.
+c10::DeviceIndex device_among(c10::ArrayRef<c10::IValue> arguments) {
+  for (const auto& value : arguments) {
+    if (value.isDevice() && value.toDevice().is_privateuseone() && value.toDevice().has_index()) return value.toDevice().index();
+  }
+  return c10::impl::getDeviceGuardImpl(c10::DeviceType::PrivateUse1)->getDevice().index();
+}
+
+at::Tensor returned(const Return& value, const Scan& scan, int64_t& number) {
+  switch (value.kind) {
+    case Return::kNew:
+      return make_tensor(scan.queue, number++, value.layout);
+    case Return::kInput:
+      return *scan.tensors[value.input];
+    case Return::kView:
+      return make_view(*scan.tensors[value.input], value.layout);
+    default:
+      return {};
+  }
+}
+
+// Replaces an operator's arguments by its results.
+void finish(const Record& record, const Scan& scan, int64_t number, size_t arguments, torch::jit::Stack* stack) {
+  c10::SmallVector<c10::IValue, 4> results;
+  size_t at = 0;
+  for (const auto length : record.lengths) {
+    if (length < 0) {
+      results.emplace_back(returned(record.returns[at++], scan, number));
+      continue;
+    }
+    c10::List<at::Tensor> list;
+    list.reserve(length);
+    for (int64_t one = 0; one < length; ++one) list.push_back(returned(record.returns[at++], scan, number));
+    results.emplace_back(std::move(list));
+  }
+  torch::jit::drop(*stack, arguments);
+  for (auto& result : results) torch::jit::push(*stack, std::move(result));
+}
+
+struct Recorder final : c10::OperatorKernel {
+  Recorder(int64_t id, bool floats_in_key, std::vector<bool> written_lists)
+      : id(id), floats_in_key(floats_in_key), written_lists(std::move(written_lists)) {}
+
+  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
+    const auto count = op.schema().arguments().size();
+    const auto arguments = c10::ArrayRef<c10::IValue>(torch::jit::last(*stack, count));
+    Scan scan;
+    scan.floats_in_key = floats_in_key;
+    scan.key.push_back(id);
+    bool simple = id != 0;
+    std::vector<int64_t> versioned;
+    for (size_t at = 0; simple && at < count; ++at) {
+      const auto before = scan.tensors.size();
+      simple = scan.add(arguments[at]);
+      if (at < written_lists.size() && written_lists[at]) {
+        for (auto input = before; input < scan.tensors.size(); ++input) versioned.push_back(input);
+      }
+    }
+    if (scan.queue == nullptr) scan.queue = queue_of(device_among(arguments));
+    simple = simple && scan.queue != nullptr && !scan.queue->closed();
+    int64_t first = 0;
+    bool full = false;
+    if (simple) {
+      if (const auto record = scan.queue->append(scan.key, scan.inputs, scan.floats, first, full)) {
+        hits.fetch_add(1, std::memory_order_relaxed);
+        raise_versions(scan, versioned);
+        finish(*record, scan, first, count, stack);
+        if (full) on_full(*scan.queue);
+        return;
+      }
+    }
+    misses.fetch_add(1, std::memory_order_relaxed);
+    Miss miss{scan.queue.get(), scan.key, simple, nullptr};
+    on_miss(op, stack, miss);
+    if (miss.learned == nullptr) return;
+    scan.queue->append(miss.learned, scan.inputs, scan.floats, first, full);
+    scan.queue->learn(miss.learned);
+    raise_versions(scan, versioned);
+    finish(*miss.learned, scan, first, count, stack);
+    if (full) on_full(*scan.queue);
+  }
+
+  // PyTorch raises the version of a single tensor above the device, but leaves lists to the device's kernels.
+  static void raise_versions(const Scan& scan, const std::vector<int64_t>& inputs) {
+    for (const auto input : inputs) scan.tensors[input]->unsafeGetTensorImpl()->bump_version();
+  }
+
+  const int64_t id;  // of the operator in keys; 0 for those that are never recorded under one
+  const bool floats_in_key;
+  const std::vector<bool> written_lists;  // for each argument up to the last such list
+};
+
+// Which arguments are lists of tensors that an operator writes to; of some, PyTorch's kernels raise no version, either.
+std::vector<bool> written_lists(const c10::FunctionSchema& schema) {
+  std::vector<bool> found;
+  const auto& name = schema.name();
+  if (name.rfind("aten::_amp_foreach_", 0) == 0 || name.rfind("aten::_fused_", 0) == 0) return found;
+  for (size_t at = 0; at < schema.arguments().size(); ++at) {
+    const auto& argument = schema.arguments()[at];
+    if (argument.alias_info() == nullptr || !argument.alias_info()->isWrite()) continue;
+    if (argument.type()->kind() != c10::TypeKind::ListType) continue;
+    found.resize(at + 1);
+    found[at] = true;
+  }
+  return found;
+}
+
+// Operators that change only how a tensor lies in its storage, beside those whose schema says so.
+const std::unordered_set<std::string> composed = {
+    "aten::_fw_primal", "aten::_make_dual",  "aten::_reshape_copy", "aten::_unpack_dual", "aten::_unsafe_view",
+    "aten::as_strided_", "aten::detach_", "aten::is_same_size", "aten::squeeze_", "aten::t_", "aten::transpose_",
+    "aten::unsqueeze_"};
+
+bool is_view(const c10::FunctionSchema& schema) {
+  for (const auto& value : schema.returns()) {
+    if (value.alias_info() != nullptr && !value.alias_info()->isWrite()) return true;
+  }
+  return false;
+}
+
+// Gives a tensor's storage the bytes that its layout needs.
+void grow(const at::Tensor& self) {
+  const auto& impl = *self.unsafeGetTensorImpl();
+  const auto bytes = at::detail::computeStorageNbytes(impl.sizes(), impl.strides(), impl.dtype().itemsize(),
+                                                      impl.storage_offset());
+  if (impl.numel() > 0 && bytes > impl.unsafe_storage().nbytes()) resize_storage(self.storage(), static_cast<int64_t>(bytes));
+}
+
+const at::Tensor& resize(const at::Tensor& self, at::IntArrayRef sizes, std::optional<at::MemoryFormat> format) {
+  auto& impl = *self.unsafeGetTensorImpl();
+  if (self.sizes() != sizes) impl.set_sizes_contiguous(sizes);
+  if (format.has_value()) impl.empty_tensor_restride(*format);
+  grow(self);
+  return self;
+}
+
+at::Tensor& set_storage(at::Tensor& self, at::Storage source, int64_t offset, at::IntArrayRef sizes,
+                        at::IntArrayRef strides) {
+  at::native::checkSetStorage(self, source, offset, sizes, strides);
+  auto& impl = *self.unsafeGetTensorImpl();
+  impl.set_storage_offset(offset);
+  if (strides.data() == nullptr) {
+    impl.set_sizes_contiguous(sizes);
+  } else {
+    impl.set_sizes_and_strides(sizes, strides);
+  }
+  grow(self);
+  return self;
+}
+
+at::Tensor& set_whole_storage(at::Tensor& self, at::Storage source) {
+  const auto items = static_cast<int64_t>(source.nbytes() / self.dtype().itemsize());
+  return set_storage(self, std::move(source), 0, {items}, {});
+}
+
+at::Tensor& set_tensor(at::Tensor& self, const at::Tensor& source) {
+  return self.unsafeGetTensorImpl() == source.unsafeGetTensorImpl()
+      ? self
+      : set_storage(self, source.storage(), source.storage_offset(), source.sizes(), source.strides());
+}
+
+std::vector<torch::Library>& libraries() {
+  static std::vector<torch::Library> kept;
+  return kept;
+}
+
+}  // namespace
+
+void set_handlers(MissHandler miss, FullHandler full) {
+  on_miss = miss;
+  on_full = full;
+}
+
+Counts counts() { return {hits.load(), misses.load()}; }
+
+void register_kernels(const std::vector<std::string>& shaped_by_floats) {
+  if (!libraries().empty()) return;
+  const std::unordered_set<std::string> shaped(shaped_by_floats.begin(), shaped_by_floats.end());
+  auto& library = libraries().emplace_back(torch::Library::IMPL, "aten", c10::DispatchKey::PrivateUse1, __FILE__, __LINE__);
+  library.impl("as_strided", TORCH_FN(at::native::as_strided_tensorimpl));
+  library.impl("view", TORCH_FN(at::native::view));
+  library.impl("_reshape_alias", TORCH_FN(at::native::_reshape_alias));
+  library.impl("unfold", TORCH_FN(at::native::unfold));
+  library.impl("view_as_real", TORCH_FN(at::native::view_as_real));
+  library.impl("view_as_complex", TORCH_FN(at::native::view_as_complex));
+  library.impl("resize_", TORCH_FN(resize));
+  library.impl("set_.source_Storage", TORCH_FN(set_whole_storage));
+  library.impl("set_.source_Storage_storage_offset", TORCH_FN(set_storage));
+  library.impl("set_.source_Tensor", TORCH_FN(set_tensor));
+  int64_t id = 0;
+  for (const auto& name : c10::Dispatcher::singleton().getAllOpNames()) {
+    if (name.getNamespace() != "aten") continue;
+    const auto op = c10::Dispatcher::singleton().findSchema(name);
+    if (!op.has_value() || is_view(op->schema()) || composed.count(name.name) != 0) continue;
+    if (op->hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd)) continue;
+    if (op->hasKernelForDispatchKey(c10::DispatchKey::PrivateUse1)) continue;
+    const auto full = name.overload_name.empty() ? name.name : name.name + "." + name.overload_name;
+    auto kernel = std::make_unique<Recorder>(++id, shaped.count(full) != 0, written_lists(op->schema()));
+    library.impl(full.c_str(), torch::CppFunction::makeFromBoxedFunctor(std::move(kernel)));
+  }
+  auto& others = libraries().emplace_back(torch::Library::IMPL, "_", c10::DispatchKey::PrivateUse1, __FILE__, __LINE__);
+  others.fallback(torch::CppFunction::makeFromBoxedFunctor(std::make_unique<Recorder>(0, false, std::vector<bool>())));
+}
+
+}  // namespace onebox
