@@ -45,7 +45,7 @@ def nothing_too_small() -> Iterator[None]:
 
 @pytest.fixture(scope="module", autouse=True)
 def each_capture_once(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Let trainers share captures, and capture a module's own models without guards, unless it says otherwise."""
+    """Let trainers share captures, and capture without guards, unless a module says otherwise."""
     own = request.module.__name__.startswith("tests.process.plain.")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Captures, "_capture", captured.capture)

@@ -9,9 +9,12 @@ import pytest
 import torch
 from torch import nn
 
+import onebox
 from onebox.engine.workload.batch import as_batch
 from onebox.engine.workload.captures import Captures, CaptureSpec
-from tests.kit.models import CASES
+from tests.kit.models import CASES, sgd
+from tests.kit.pools import Pools
+from tests.process import captured
 from tests.process.captured import capture, what_it_sees
 
 GUARDED = True
@@ -94,3 +97,16 @@ def test_what_is_the_same_is_captured_once() -> None:
     ]
     graphs = [each._joint for each in found]
     assert [graphs.index(each) for each in graphs] == [0, 1, 0, 1, 4, 5]
+
+
+def test_trainers_share_captures(pools: Pools, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(captured, "_known", {})
+    made: list[int] = []
+    plain = captured._plain
+    monkeypatch.setattr(captured, "_plain", lambda *args, **options: made.append(args[2]) or plain(*args, **options))
+    case = CASES["mlp"]
+    for _ in range(2):
+        model = case.model()
+        with onebox.Trainer(model, case.loss, sgd(model), pool=pools(1), plan=onebox.DataParallel()) as trainer:
+            trainer.step(*case.batches([4])[0])
+        assert len(made) == len(set(made))
