@@ -61,7 +61,7 @@ docs: $(VENV)/.stamp-test
 bench: $(VENV)/.stamp-test
 	$(BIN)/python benchmarks/verdicts.py
 
-# For the night: faults at random moments, and random programs of views and writes; an hour and more.
+# For the night: faults at random moments, random programs of views and writes, and the tests of no other tier; some hours.
 soak: $(VENV)/.stamp-test
 	$(BIN)/python benchmarks/soak.py
 	$(BIN)/python benchmarks/aliasing.py --programs 20000

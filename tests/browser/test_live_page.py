@@ -23,8 +23,6 @@ from tests.browser.conftest import PHONE, WIDE, screenshot, serious, until
 from tests.kit import warm
 from tests.process.cli.commands import read_until, running, workers_of
 
-pytestmark = pytest.mark.long
-
 ADDRESS = r"page at (http://127\.0\.0\.1:\d+/[\w-]+/)"
 SEGMENTS = (("model.body.0.0", "model.body.1.0"), ("model.body.4.0", "model.body.5.0", "model.body.8"))
 """The parts of the built-in CNN, by stage."""

@@ -17,8 +17,7 @@ TIERS = {
     "torchrun DistributedDataParallel 2": pytest.mark.short,
     "accelerate launch 2": pytest.mark.long,
     "lightning ddp 2": pytest.mark.long,
-    "transformers LoRA, DistributedDataParallel 2": pytest.mark.long,
-    "trl SFTTrainer 2": pytest.mark.long,
+    "trl SFTTrainer 2": pytest.mark.long,  # the Trainer of transformers, with PEFT
 }
 """Those of the short and the long tier; make soak has all others."""
 

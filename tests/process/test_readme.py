@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,14 @@ import pytest
 
 from tests.kit import warm
 
-pytestmark = pytest.mark.long  # all of them, however many
-
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
 TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
+ALONE = sorted(
+    (page for page in TUTORIALS if page.stem not in ("index", "two-machines")),
+    key=lambda page: page.stem != "first-run",
+)
+"""Tutorials of one machine, the first one in front."""
 PAGES = [README, *sorted(set((ROOT / "docs").rglob("*.md")) - set(TUTORIALS))]
 
 
@@ -38,6 +42,7 @@ def commands_in(text: str) -> list[str]:
 
 BLOCKS = [(name_of(page), *block) for page in PAGES for block in blocks_of(page)]
 SNIPPETS = [(page, text) for page, kind, text in BLOCKS if kind == "python"]
+OF_PAGES = [(page, text) for page, text in SNIPPETS if page != "README.md"]
 SCRIPTS = [text for _, kind, text in BLOCKS if kind == "sh"]
 WRITTEN = [commands_in(text) for text in SCRIPTS]
 COMMANDS = [
@@ -89,6 +94,12 @@ def run_commands(text: str, folder: Path, timeout_s: float = 500) -> str:
     return done.stdout + done.stderr
 
 
+def some(parameters: Sequence[Any], every: int) -> list[Any]:
+    """Return parameters of which the long tier has some, and make soak the others."""
+    marks = [pytest.mark.soak if place % every else pytest.mark.long for place in range(len(parameters))]
+    return [pytest.param(each, marks=mark) for each, mark in zip(parameters, marks, strict=True)]
+
+
 def lay_out(folder: Path) -> None:
     """Put into a folder what blocks outside of tutorials use: examples, environment, and files of the reader's own."""
     (folder / "examples").symlink_to(ROOT / "examples")
@@ -107,11 +118,12 @@ def test_there_is_something_to_run() -> None:
     assert len(README.read_text().splitlines()) <= 150
 
 
-@pytest.mark.parametrize("snippet", [pytest.param(text, id=page) for page, text in SNIPPETS if page != "README.md"])
-def test_snippet(snippet: str, tmp_path: Path) -> None:
-    assert run_snippet(snippet, tmp_path).strip()
+@pytest.mark.parametrize("snippet", some(OF_PAGES, 4), ids=[page for page, _ in OF_PAGES])
+def test_snippet(snippet: tuple[str, str], tmp_path: Path) -> None:
+    assert run_snippet(snippet[1], tmp_path).strip()
 
 
+@pytest.mark.long
 def test_the_short_interface(tmp_path: Path) -> None:
     """What README itself shows."""
     (snippet,) = (text for page, text in SNIPPETS if page == "README.md")
@@ -122,7 +134,7 @@ def test_the_short_interface(tmp_path: Path) -> None:
     assert len(lines) <= 16, "the README promises a short interface"
 
 
-@pytest.mark.parametrize("block", COMMANDS, ids=lambda block: commands_in(block)[0])
+@pytest.mark.parametrize("block", some(COMMANDS, 3), ids=lambda block: commands_in(block)[0])
 def test_commands(block: str, tmp_path: Path) -> None:
     lay_out(tmp_path)
     assert run_commands(block, tmp_path).strip()
@@ -133,9 +145,7 @@ def masked(text: str) -> str:
     return " ".join(re.sub(r"\d[\d,.:]*|\b(?:nan|inf)\b", "#", text).split())
 
 
-@pytest.mark.parametrize(
-    "page", [page for page in TUTORIALS if page.stem not in ("index", "two-machines")], ids=lambda page: page.stem
-)
+@pytest.mark.parametrize("page", some(ALONE, len(ALONE)), ids=lambda page: page.stem)
 def test_tutorial(page: Path, tmp_path: Path) -> None:
     """A file has the name that comes last before its block; output is compared with all but its numbers and tables.
 
@@ -157,6 +167,7 @@ def test_tutorial(page: Path, tmp_path: Path) -> None:
     assert ran > 1
 
 
+@pytest.mark.long
 def test_the_site_is_built_without_a_warning_and_asks_for_nothing_else(tmp_path: Path) -> None:
     site = tmp_path / "site"
     built = subprocess.run(

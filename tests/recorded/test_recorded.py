@@ -18,7 +18,10 @@ def test_the_recording_is_of_these_runs() -> None:
     assert list(STORED["runs"]) == list(RUNS)
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.soak if place % 3 else pytest.mark.long) for place, name in enumerate(RUNS)],
+)
 def test_a_run_is_as_recorded(name: str) -> None:
     same_machine = STORED["machine"] == machine()
     expected = STORED["runs"][name]

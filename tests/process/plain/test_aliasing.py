@@ -14,7 +14,7 @@ from tests.kit.pools import Pools
 from tests.process.plain.aliasing import Writer, fuzzed
 
 FIRST = int(os.environ.get("ONEBOX_FUZZ_SEED", "0"))
-FEW, MORE, MANY = 30, 200, 1000
+FEW, MORE, MANY = 30, 100, 1000
 
 
 def test_a_seed_gives_one_program() -> None:

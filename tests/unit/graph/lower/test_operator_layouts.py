@@ -68,8 +68,8 @@ def unseeded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def tier(place: int) -> list[Any]:
-    """Return the mark of an operator: a hundredth is of the short tier, a tenth of that or the long one."""
-    return [pytest.mark.soak] if place % 10 else [pytest.mark.long] if place % 100 else []
+    """Return the mark of an operator: a hundredth is of the short tier, a 25th of that or the long one."""
+    return [pytest.mark.soak] if place % 25 else [pytest.mark.long] if place % 100 else []
 
 
 SOME = [pytest.param(name, marks=tier(place)) for place, name in enumerate(OPERATORS)]
