@@ -70,14 +70,13 @@ class Batch(NamedTuple):
             records.append((number, self.calls[at + 1 : middle], outputs[0] if outputs else 0, len(outputs), ()))
             at = middle + len(outputs)
         code, inputs, made, strays = encode_trace(records)
-        found: list[Instruction] = [Free(strays)] if strays else []
-        if code:
-            found += [
-                Define(_TAPE, TapeSpec(code, len(inputs), len(self.floats))),
-                Replay(_TAPE, inputs, made, self.floats),
-                Free((), (_TAPE,)),
-            ]
-        return found
+        if not code:
+            return [Free(strays)]
+        return [
+            Define(_TAPE, TapeSpec(code, len(inputs), len(self.floats))),
+            Replay(_TAPE, inputs, made, self.floats, strays),
+            Free((), (_TAPE,)),
+        ]
 
 
 _TAPE = 999

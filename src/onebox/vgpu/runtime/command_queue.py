@@ -162,9 +162,7 @@ class CommandQueue:
         return first
 
     def _bury(self) -> None:
-        """Free the buffers whose tensors were collected, before all else where no call is recorded."""
-        if not self._calls:
-            self._first.append((Free(tuple(self.dead.popleft() for _ in range(len(self.dead)))), ()))
+        """Record the ends of the buffers whose tensors were collected."""
         dead, calls = self.dead, self._calls
         while dead:
             try:
@@ -229,7 +227,7 @@ class CommandQueue:
             if self.dead and self._calls and sum(len(frame) for frame in frames) > BYTES:
                 self._send((), (), awaited=False)
             elif self.dead and not self._calls:
-                self._bury()
+                self._first.append((Free(tuple(self.dead.popleft() for _ in range(len(self.dead)))), ()))
             if not self._calls and not self._first:
                 self._ring(self)
             self._first.append((instruction, frames))
@@ -307,7 +305,7 @@ class CommandQueue:
     def _send(self, last: Sequence[Instruction], frames: Sequence[Any], *, awaited: bool) -> SentMessage | None:
         """Send the recorded calls and, after them, some instructions; return the message.
 
-        A query is a message of its own, so that failures of the other calls are not its reply.
+        A question is a message of its own, so that failures of the calls are not its reply.
 
         Args:
             last: The instructions.
@@ -337,12 +335,12 @@ class CommandQueue:
                 recorded.append(Free((), tuple(self.ended.popleft() for _ in range(len(self.ended)))))
             self._first, self._frame_bytes, self._calls = [], 0, []
             self._full = self.records + self._size
+            if recorded and last and isinstance(last[0], Ask):
+                self.channel.message(recorded, carried, awaited=False)
+                recorded, carried = [], []
             if awaited and last:
-                if recorded:
-                    self.channel.message(recorded, carried, awaited=False)
                 self._size = min(SOON, CALLS)
                 self._full = self.records + self._size
-                return self.channel.message(last, frames, awaited=True)
             if not (awaited or recorded or last):
                 return None
             return self.channel.message([*recorded, *last], [*carried, *frames], awaited=awaited)

@@ -94,9 +94,9 @@ class Batcher:
         """Return the instructions for calls."""
         floats = tuple(chain.from_iterable(map(_floats, calls)))
         code, inputs, outputs, strays = encode_trace(calls)
-        made: list[Instruction] = [Free(strays)] if strays else []
         if not code:
-            return made
+            return [Free(strays)]
+        made: list[Instruction] = []
         number = self._tapes.get(code)
         if number is None:
             if len(self._tapes) >= self._size:
@@ -105,5 +105,5 @@ class Batcher:
             made.append(Define(number, TapeSpec(code, len(inputs), len(floats))))
         else:
             self._tapes.move_to_end(code)
-        made.append(Replay(number, inputs, outputs, floats))
+        made.append(Replay(number, inputs, outputs, floats, strays))
         return made

@@ -106,12 +106,14 @@ class Replay(WireStruct, frozen=True, tag="replay"):
         inputs: The buffers that are its inputs.
         outputs: Numbers for its outputs.
         floats: The floating-point numbers of all its calls, in order.
+        frees: Buffers to free before it, also where it does not run; missing numbers are ignored.
     """
 
     tape: int
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     floats: tuple[float, ...] = ()
+    frees: tuple[int, ...] = ()
 
 
 class Perform(WireStruct, frozen=True, tag="perform"):

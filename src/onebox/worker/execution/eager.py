@@ -120,7 +120,10 @@ class EagerExecutor:
             Poisoned: The batch is void.
             WireError: It does not exist, or has other inputs, outputs or numbers.
         """
-        tape, store, inputs = self._tape(replay), self._store, replay.inputs
+        store, inputs = self._store, replay.inputs
+        for number in replay.frees:
+            store.forget(number)
+        tape = self._tape(replay)
         contents: list[Any]
         try:
             contents, void = store.many(inputs), failure is not None

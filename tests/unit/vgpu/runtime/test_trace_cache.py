@@ -135,13 +135,12 @@ def chain(first: int, rate: float) -> Calls:
 
 def test_a_batch_is_defined_at_its_first_occurrence() -> None:
     making = Batcher(itertools.count(50).__next__)
-    gone, define, first = making.instructions(chain(100, 0.5))
-    assert gone == Free((99,)), "before the batch, which then has room"
+    define, first = making.instructions(chain(100, 0.5))
     assert define == Define(50, TapeSpec((2, -1, 2, 0, 2, 1, 3, -1, 2), 1, 1))
-    assert first == Replay(50, (100,), (101, 102, 103, 104, 105), (0.5,))
+    assert first == Replay(50, (100,), (101, 102, 103, 104, 105), (0.5,), (99,)), "what ends is freed first"
     for start in (200, 300):
-        gone, again = making.instructions(chain(start, 0.25))
-        assert again == Replay(50, (start,), tuple(range(start + 1, start + 6)), (0.25,))
+        (again,) = making.instructions(chain(start, 0.25))
+        assert again == Replay(50, (start,), tuple(range(start + 1, start + 6)), (0.25,), (start - 1,))
 
 
 def test_buffers_that_end_without_a_call_are_freed() -> None:

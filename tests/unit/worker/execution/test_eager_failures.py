@@ -24,7 +24,7 @@ from onebox.wire import (
 from onebox.wire.protocol.eager import KeepGenerator, Perform, Replay, SetGenerator, StreamHeader
 from onebox.wire.protocol.instructions import Ask, Call, Get
 from onebox.wire.protocol.requests import Define, FreeRange, Put
-from onebox.wire.protocol.responses import WorkerMemory
+from onebox.wire.protocol.responses import FilledSlots, WorkerMemory
 from onebox.worker.faults import Fault
 from onebox.worker.memory.buffers import Poisoned
 from tests.unit.machines import Batch, Rig, define, elementwise
@@ -99,6 +99,13 @@ def test_another_result_than_was_told_is_a_failure(rig: Rig, told: Strided, prob
     assert failure_of(rig, 20).kind == "operator"
     with pytest.raises(Poisoned, match=problem):
         rig.get(20)
+
+
+@pytest.mark.parametrize("tape", [1, 98, 99])
+def test_what_a_replay_frees_ends_where_it_does_not_run_too(rig: Rig, tape: int) -> None:
+    rig.do(Batch((1, 11, 12, 20), (1.0,)))
+    rig.do(Define(98, TapeSpec((97, -1), 1)), Replay(tape, (11,), (), (), (20, 12)), Replay(tape, (), (), (), (19,)))
+    assert rig.do(Ask("filled", (11, 12, 20))) == [FilledSlots((11,))]
 
 
 def test_a_view_is_never_laid_out_anew(rig: Rig) -> None:
