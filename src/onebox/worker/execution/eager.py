@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,30 +25,53 @@ from onebox.worker.programs.tape import CompiledTape, Row, Step, Void, execute, 
 from onebox.worker.progress import WorkerProgress
 
 
-class EagerExecutor:
-    """Executes eager operators over the buffers of a worker.
+@dataclass(frozen=True, slots=True)
+class EagerContext:
+    """The parts of a worker that eager operators use.
 
     Args:
         device: The device.
         store: The buffers.
-        definitions: Kernels, tapes and generators by number.
         progress: Incremented for each operator.
         fail: Called with each failure; ``new`` is false for a use of a void buffer.
     """
 
-    def __init__(
-        self,
-        device: ComputeDevice,
-        store: BufferStore,
-        definitions: dict[int, Any],
-        progress: WorkerProgress,
-        fail: Callable[..., None],
-    ) -> None:
-        self._device = device
-        self._store = store
+    device: ComputeDevice
+    store: BufferStore
+    progress: WorkerProgress
+    fail: Callable[..., None]
+
+    def explain(self, error: Exception, kernel: CompiledKernel, arguments: Sequence[Any]) -> WorkerFailure:
+        """Report an operator's exception, and return it as a failure; see :func:`require_device`."""
+        if arguments or not isinstance(error, WireError):  # without arguments one of its buffers is not there
+            error = self.blamed(error, kernel, arguments)
+        require_device(self.device, error, kernel.name)
+        failure = describe_failure(error, kernel.name)
+        self.fail(failure)
+        return failure
+
+    def blamed(self, error: Exception, kernel: CompiledKernel, arguments: Sequence[Any]) -> Exception:
+        """Return an exception that names the operator, or states that it needs values on a device without them."""
+        tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
+        if kernel.needs_values and self.device.device.type == "meta":
+            return NoValues(spec_of(tensors[0]) if tensors else TensorSpec("float32", ()))
+        failed = OperatorFailed(kernel.name, describe(tensors))
+        failed.__cause__ = error
+        return failed
+
+
+class EagerExecutor:
+    """Executes eager operators over the buffers of a worker.
+
+    Args:
+        context: The parts of the worker that it uses.
+        definitions: Kernels, tapes and generators by number.
+    """
+
+    def __init__(self, context: EagerContext, definitions: dict[int, Any]) -> None:
+        self._context = context
+        self._device, self._store = context.device, context.store
         self._definitions = definitions
-        self._progress = progress
-        self._fail = fail
 
     def define(
         self, number: int, what: KernelSpec | TapeSpec | GeneratorSpec
@@ -129,7 +153,7 @@ class EagerExecutor:
             contents, void = store.many(inputs), failure is not None
         except (Poisoned, WireError, RankLost):
             contents, void = [self._content(number) for number in inputs], True
-        run = TapeRun(self, tape, replay, void, failure)
+        run = TapeRun(self._context, tape, replay, void, failure)
         whole = not void and tape.peak_bytes >= 0
         if whole:
             try:
@@ -150,24 +174,6 @@ class EagerExecutor:
         except (Poisoned, WireError, RankLost) as error:
             return Void(error)
 
-    def explain(self, error: Exception, kernel: CompiledKernel, arguments: Sequence[Any]) -> WorkerFailure:
-        """Report an operator's exception, and return it as a failure; see :func:`require_device`."""
-        if arguments or not isinstance(error, WireError):  # without arguments one of its buffers is not there
-            error = self._blamed(error, kernel, arguments)
-        require_device(self._device, error, kernel.name)
-        failure = describe_failure(error, kernel.name)
-        self._fail(failure)
-        return failure
-
-    def _blamed(self, error: Exception, kernel: CompiledKernel, arguments: Sequence[Any]) -> Exception:
-        """Return an exception that names the operator, or states that it needs values on a device without them."""
-        tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
-        if kernel.needs_values and self._device.device.type == "meta":
-            return NoValues(spec_of(tensors[0]) if tensors else TensorSpec("float32", ()))
-        failed = OperatorFailed(kernel.name, describe(tensors))
-        failed.__cause__ = error
-        return failed
-
     # ---- single operators with unpredicted results
 
     def perform(self, instruction: Perform) -> OperatorResult:
@@ -185,7 +191,7 @@ class EagerExecutor:
         inputs, floats = instruction.inputs, instruction.floats
         if len(inputs) != kernel.inputs or len(floats) != kernel.floats:
             raise WireError(f"{kernel.name} takes {kernel.inputs} tensors and {kernel.floats} numbers")
-        store, progress = self._store, self._progress
+        store, progress = self._store, self._context.progress
         tensors = store.many(inputs)
         progress.executed += 1
         progress.doing = kernel.name
@@ -200,7 +206,7 @@ class EagerExecutor:
         except Exception as error:
             with contextlib.suppress(QuotaExceeded):
                 self._recount(kernel, inputs)
-            raise self._blamed(error, kernel, tensors) from error
+            raise self._context.blamed(error, kernel, tensors) from error
 
     def _recount(self, kernel: CompiledKernel, inputs: Sequence[int]) -> None:
         """Update the memory count of inputs whose storages a kernel may have changed."""
@@ -235,8 +241,7 @@ class EagerExecutor:
             with contextlib.suppress(WireError, Poisoned):
                 self.replay(instruction, failure)
                 return
-        made = instruction.outputs if isinstance(instruction, Replay) else (instruction.first,)
-        self._store.void(made, failure)
+        self._store.void(instruction.outputs if isinstance(instruction, Replay) else (instruction.first,), failure)
 
     def changed(self, instruction: Replay | Perform) -> list[int]:
         """Return the buffers that an instruction fills or may write to."""
@@ -256,20 +261,20 @@ class TapeRun:
     """A run of a batch of calls.
 
     Args:
-        executor: Explains failures.
+        context: The parts of the worker that it uses.
         tape: The batch.
         replay: Its buffers and numbers.
         void: Whether a call may have to be skipped: one of its inputs does not exist, or all calls are skipped.
         failure: The failure for which calls are skipped, if any.
     """
 
-    __slots__ = ("_executor", "_numbers", "_replay", "_store", "_tape", "_void", "failure")
+    __slots__ = ("_context", "_numbers", "_replay", "_store", "_tape", "_void", "failure")
 
     def __init__(
-        self, executor: EagerExecutor, tape: CompiledTape, replay: Replay, void: bool, failure: WorkerFailure | None
+        self, context: EagerContext, tape: CompiledTape, replay: Replay, void: bool, failure: WorkerFailure | None
     ) -> None:
         self.failure = failure
-        self._executor, self._store = executor, executor._store
+        self._context, self._store = context, context.store
         self._tape, self._replay, self._void = tape, replay, void
         self._numbers: list[int] = []  # the buffer of each slot
 
@@ -296,7 +301,7 @@ class TapeRun:
             for number in tape.reserving:
                 steps[number] = self._guarded(steps[number])
         rest = iter(steps)
-        progress, after = self._executor._progress, self._counted if self._numbers else None
+        progress, after = self._context.progress, self._counted if self._numbers else None
         if not execute(rest, registers, progress, self._failed, after=after):
             execute(map(self._guarded, rest), registers, WorkerProgress(), self._failed, after=after)
         if not self._numbers:
@@ -353,18 +358,18 @@ class TapeRun:
         views, stops = kernel.views, failure is None
         if failure is not None:
             if not isinstance(error, Poisoned):
-                require_device(self._executor._device, error, kernel.name)
+                require_device(self._context.device, error, kernel.name)
         elif isinstance(error, Poisoned):
             failure = error.failure
             stops, views = not views, False
             if stops:
-                self._executor._fail(failure, new=False)
+                self._context.fail(failure, new=False)
         elif views and isinstance(error, RankLost):
             failure = describe_failure(error, kernel.name)
             stops = views = False
         else:
             there = void_among(step, registers) is None
-            failure = self._executor.explain(error, kernel, tensors_of(step, registers) if there else ())
+            failure = self._context.explain(error, kernel, tensors_of(step, registers) if there else ())
         mark = Void(Poisoned(failure))
         lost = [*range(step.first, step.stop), *([step.slots[index] for index in kernel.writes] if views else ())]
         for slot in lost:

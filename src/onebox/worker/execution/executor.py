@@ -54,7 +54,7 @@ from onebox.worker.comm.manager import GroupManager, groups_of
 from onebox.worker.comm.tcp.mesh import GroupNetwork
 from onebox.worker.device import ComputeDevice, seed_of
 from onebox.worker.execution.collectives import CollectiveExecutor, Communication, Resolve
-from onebox.worker.execution.eager import EagerExecutor
+from onebox.worker.execution.eager import EagerContext, EagerExecutor
 from onebox.worker.execution.errors import describe_failure, require_device
 from onebox.worker.execution.numerics import NumericState
 from onebox.worker.execution.optimizer_steps import OptimizerSteps
@@ -129,7 +129,7 @@ class Executor:
         self._faults = faults
         self._between = between
         self._definitions: dict[int, Any] = {}
-        self._eager = EagerExecutor(device, self.store, self._definitions, self.progress, self._fail)
+        self._eager = EagerExecutor(EagerContext(device, self.store, self.progress, self._fail), self._definitions)
         accelerator = device.accelerator
         self._groups = self.groups_type(
             channel,
