@@ -1,7 +1,7 @@
 """Costs: memory from buffer lifetimes, and of optimizers on hosts; measured profiles of devices and links; a cache."""
 
+from onebox.cost.all_reduce import AllReduceAlgorithm, TransferTime, all_reduce_algorithms, choose_all_reduce
 from onebox.cost.cache import key_of, load, store
-from onebox.cost.collectives import AllReduceAlgorithm, TransferTime, all_reduce_algorithms, choose_all_reduce
 from onebox.cost.host_copies import RUN_BYTES, aligned_starts, host_copy_bytes, runs, staging_bytes
 from onebox.cost.lifetimes import Footprint, alive_at, footprint, owners
 from onebox.cost.links import CEILING_BPS, fit_link

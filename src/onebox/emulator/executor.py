@@ -16,7 +16,7 @@ from onebox.emulator.device import EmulatedDevice
 from onebox.emulator.group import EmulatedGroups
 from onebox.wire.protocol.groups import Retime
 from onebox.worker.comm.api import Finish
-from onebox.worker.execution.collectives import Resolve
+from onebox.worker.execution.communication import Resolve
 from onebox.worker.execution.executor import Executor
 from onebox.worker.execution.pending_reply import Outcome, PendingReply
 from onebox.worker.execution.step_votes import StepVotes

@@ -22,7 +22,7 @@ from onebox.worker.accelerator import Accelerator
 from onebox.worker.comm.api import Begun, ClientChannel, Finish, RankLost, ReceivedTensor, RowRange
 from onebox.worker.comm.carrier import Posted
 from onebox.worker.comm.client import ChannelStore
-from onebox.worker.comm.collectives import Call, flat_spec
+from onebox.worker.comm.collectives import MessageInfo, flat_spec
 from onebox.worker.comm.group import CarriedGroup
 from onebox.worker.comm.manager import GroupManager
 from onebox.worker.comm.shm.carrier import ShmCarrier
@@ -291,7 +291,7 @@ class EmulatedReceive:
         self._settle = settle
         self.give_back = expected.give_back
 
-    def wait(self, *, aside: bool = False) -> Call:
+    def wait(self, *, aside: bool = False) -> MessageInfo:
         """Wait for it, not for the time at which it arrives.
 
         Raises:

@@ -16,9 +16,9 @@ from onebox.engine.compile.message_order import in_send_order
 from onebox.engine.compile.routine import InstructionLabel, RoutineBuilder, StepRoutine
 from onebox.engine.compile.update.async_window import DueUpdate, LateUpdate, Window, WindowWeights, WorkerWindows
 from onebox.engine.compile.update.batchnorm import BatchNormStatistics, WorkerStatistics
-from onebox.engine.compile.update.collectives import ReductionQueue, RoutineScope
 from onebox.engine.compile.update.gradients import Gradients, WorkerGradients
 from onebox.engine.compile.update.optimizer_update import WorkerUpdate
+from onebox.engine.compile.update.reductions import ReductionQueue, RoutineScope
 from onebox.engine.compile.value_numbers import ValueNumbers
 from onebox.engine.compile.worker_program import CodedValues, WorkerProgramBuilder
 from onebox.engine.partition.gradient_buckets import CodecState

@@ -228,7 +228,7 @@ class CostModel:
     def collective_s(self, part: LayoutStage, samples: int, late_s: float = 0.0) -> tuple[float, float]:
         """Return the seconds of a stage's collectives among its ranks, in forward and in backward.
 
-        A ring is as quick as its slowest link (see :mod:`onebox.cost.collectives`), and each collective is a call.
+        A ring is as quick as its slowest link (see :mod:`onebox.cost.all_reduce`), and each collective is a call.
 
         Args:
             part: The stage; of several replicas, the slowest counts.

@@ -185,7 +185,7 @@ class Links:
         """Return the seconds in which replicas sum their gradients: in one ring, or in each host first.
 
         Where replicas are several devices each, that is a ring of which the slowest link between two replicas sets the
-        pace (see :mod:`onebox.cost.collectives`).
+        pace (see :mod:`onebox.cost.all_reduce`).
 
         Args:
             replicas: The devices of each replica.

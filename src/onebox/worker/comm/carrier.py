@@ -9,7 +9,7 @@ from torch import Tensor
 
 from onebox.wire import TensorSpec
 from onebox.worker.comm.api import RowRange
-from onebox.worker.comm.collectives import Call
+from onebox.worker.comm.collectives import MessageInfo
 
 FEW_RANKS = 8
 """Ranks up to which all exchange with all: they connect when the group is formed, so that a firewall is told of before
@@ -22,7 +22,7 @@ class Expected(Protocol):
     lasting: bool
     """Whether the elements are the reader's own, to keep and to overwrite."""
 
-    def wait(self, *, aside: bool = False) -> Call:
+    def wait(self, *, aside: bool = False) -> MessageInfo:
         """Wait for it.
 
         Args:

@@ -20,7 +20,7 @@ Purpose = Literal["a sum", "a sum for one rank", "a broadcast"]
 _PURPOSES = get_args(Purpose)
 
 
-class Call(NamedTuple):
+class MessageInfo(NamedTuple):
     """The part of a message beside its elements: for a collective, what a rank came for.
 
     Args:
@@ -54,7 +54,7 @@ def is_gather(code: int) -> bool:
     return code >= 0
 
 
-def require_agreement(order: int, rank: int, calls: Sequence[Call]) -> None:
+def require_agreement(order: int, rank: int, calls: Sequence[MessageInfo]) -> None:
     """Require that all ranks came for the same collective.
 
     Args:
@@ -71,7 +71,7 @@ def require_agreement(order: int, rank: int, calls: Sequence[Call]) -> None:
             raise disagreement(order, rank, own, other, call)
 
 
-def disagreement(order: int, rank: int, own: Call, peer: int, call: Call) -> WireError:
+def disagreement(order: int, rank: int, own: MessageInfo, peer: int, call: MessageInfo) -> WireError:
     """Return the error for ranks that call different collectives.
 
     Args:
@@ -121,7 +121,7 @@ def require_joint(specs: Sequence[TensorSpec], dim: int, spec: TensorSpec) -> No
         raise WireError(f"{made} comes of a gather along dimension {dim} where {spec} was to come")
 
 
-def _compared(call: Call) -> TensorSpec:
+def _compared(call: MessageInfo) -> TensorSpec:
     """Return a spec without the size in which parts of a gather may differ."""
     spec, dim = call.spec, call.code
     if not is_gather(dim):
@@ -129,7 +129,7 @@ def _compared(call: Call) -> TensorSpec:
     return TensorSpec(spec.dtype, (*spec.shape[:dim], -1, *spec.shape[dim + 1 :]))
 
 
-def _name(call: Call) -> str:
+def _name(call: MessageInfo) -> str:
     code = call.code
     kind = f"a gather along dimension {code}" if is_gather(code) else _PURPOSES[(-1 - code >> 32) % len(_PURPOSES)]
     return f"{kind} of {call.spec}"

@@ -29,7 +29,7 @@ from onebox.worker.comm.agreement import collective_fingerprint
 from onebox.worker.comm.api import Begun, Finish, RankLost, ReceivedTensor, RowRange, check_rows, parts_of
 from onebox.worker.comm.carrier import FEW_RANKS, Carrier, Expected, Posted
 from onebox.worker.comm.collectives import (
-    Call,
+    MessageInfo,
     code_of,
     disagreement,
     flat_spec,
@@ -92,7 +92,7 @@ class CarriedGroup:
         """Begin to receive a tensor from a rank; it arrives whole, in whatever parts it is sent."""
         check_rows(spec, rows)
 
-        def check(message: Call) -> None:
+        def check(message: MessageInfo) -> None:
             if message.spec != spec:
                 raise WireError(f"rank {peer} sent {message.spec} on channel {channel}, where {spec} was to come")
 
@@ -126,9 +126,9 @@ class CarriedGroup:
         order, self._order = self._order + 1, self._order + 1
         if root == self.rank:
             return self._post(tensors, spec, self._others, code)
-        own = Call(code, spec)
+        own = MessageInfo(code, spec)
 
-        def check(message: Call) -> None:
+        def check(message: MessageInfo) -> None:
             if (message.code, message.spec) != (code, spec):
                 raise disagreement(order, self.rank, own, root, message)
 
@@ -215,11 +215,11 @@ class CarriedGroup:
         staged = [self._stage(tensor) for tensor in tensors]
         return max([each.at_ns for each in self._posted(staged, spec, peers, code)], default=time.monotonic_ns())
 
-    def _wait(self, expected: Expected) -> Call:
+    def _wait(self, expected: Expected) -> MessageInfo:
         with self._progress.wait():
             return expected.wait()
 
-    def _expect(self, peer: int, channel: int, check: Callable[[Call], None]) -> Finish:
+    def _expect(self, peer: int, channel: int, check: Callable[[MessageInfo], None]) -> Finish:
         """Expect the next message of a channel, which is checked on arrival."""
         expected = self._way(peer).expect(peer, channel)
 
@@ -263,7 +263,7 @@ class CarriedGroup:
 
     def _await_parts(self, own: Posted, spec: TensorSpec, code: int, combine: _Combine) -> Finish:
         self._order += 1
-        order, rank, mine = self._order, self.rank, Call(code, spec, own.at_ns)
+        order, rank, mine = self._order, self.rank, MessageInfo(code, spec, own.at_ns)
         expected = {peer: self._ways[peer].expect(peer, _PARTS) for peer in self._others}
 
         def finish() -> ReceivedTensor:
@@ -314,7 +314,7 @@ class CarriedGroup:
 
     def _add_share(self, mine: Tensor, code: int, order: int, parts: dict[int, Expected]) -> Tensor:
         """Return the sum of a share, which the other ranks get."""
-        rank, own = self.rank, Call(code, spec_of(mine))
+        rank, own = self.rank, MessageInfo(code, spec_of(mine))
         calls = [own if each == rank else parts[each].wait(aside=True) for each in range(self._size)]
         require_agreement(order, rank, calls)
         share = rank_sum([mine if each == rank else parts[each].part() for each in range(self._size)], _spare(parts))
@@ -325,7 +325,7 @@ class CarriedGroup:
 
     def _take_share(self, target: Tensor, code: int, order: int, peer: int, expected: Expected) -> None:
         """Put the sum of a share where it belongs."""
-        due, call = Call(code, spec_of(target)), expected.wait(aside=True)
+        due, call = MessageInfo(code, spec_of(target)), expected.wait(aside=True)
         if call[:2] != due[:2]:
             raise disagreement(order, self.rank, due, peer, call)
         target.copy_(expected.part())

@@ -53,14 +53,14 @@ from onebox.worker.comm.api import ClientChannel, RankLost
 from onebox.worker.comm.manager import GroupManager, groups_of
 from onebox.worker.comm.tcp.mesh import GroupNetwork
 from onebox.worker.device import ComputeDevice, seed_of
-from onebox.worker.execution.collectives import CollectiveExecutor, Communication, Resolve
+from onebox.worker.execution.communication import CollectiveExecutor, Communication, Resolve
 from onebox.worker.execution.eager import EagerContext, EagerExecutor
 from onebox.worker.execution.errors import describe_failure, require_device
 from onebox.worker.execution.numerics import NumericState
 from onebox.worker.execution.optimizer_steps import OptimizerSteps
 from onebox.worker.execution.pending_reply import Outcome, PendingReply
+from onebox.worker.execution.script_streams import ScriptStream, ScriptStreams
 from onebox.worker.execution.step_votes import StepVotes
-from onebox.worker.execution.stream import ScriptStream, ScriptStreams
 from onebox.worker.faults import FaultInjector
 from onebox.worker.memory.async_copy import AsyncCopier, copier_for
 from onebox.worker.memory.buffers import BufferStore, Poisoned, QuotaExceeded

@@ -12,7 +12,7 @@ from onebox.wire import spec_of
 from onebox.wire.protocol.instructions import Branch, OptimizerStep, Options, Rename
 from onebox.wire.protocol.requests import Run
 from onebox.worker.device import ComputeDevice
-from onebox.worker.execution.collectives import Resolve
+from onebox.worker.execution.communication import Resolve
 from onebox.worker.execution.pending_reply import Outcome
 from onebox.worker.memory.buffers import BufferStore
 from onebox.worker.memory.offload import Offloader

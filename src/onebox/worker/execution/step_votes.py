@@ -14,7 +14,7 @@ from onebox.wire.protocol.responses import WorkerFailure
 from onebox.worker.accelerator import Accelerator
 from onebox.worker.comm.api import Finish
 from onebox.worker.comm.manager import GroupManager
-from onebox.worker.execution.collectives import Resolve
+from onebox.worker.execution.communication import Resolve
 from onebox.worker.memory.buffers import BufferStore
 from onebox.worker.programs.interpreter import CompiledProgram
 

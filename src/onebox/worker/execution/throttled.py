@@ -9,7 +9,7 @@ from typing import Any, get_args
 from onebox.wire.protocol.eager import EagerWork
 from onebox.wire.protocol.instructions import Call, OptimizerStep
 from onebox.wire.protocol.requests import Instruction
-from onebox.worker.execution.collectives import Resolve
+from onebox.worker.execution.communication import Resolve
 from onebox.worker.execution.executor import Executor
 from onebox.worker.execution.pending_reply import Outcome
 from onebox.worker.progress import MarkedWait, WorkerProgress

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from torch import nn
 
 from onebox.cost import AllReduceAlgorithm, store
-from onebox.cost.collectives import TransferTime
+from onebox.cost.all_reduce import TransferTime
 from onebox.engine.memory.forecast import TrainingJob
 from onebox.engine.partition.hierarchical_reduction import (
     find_reductions,

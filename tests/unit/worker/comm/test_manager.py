@@ -28,7 +28,7 @@ from onebox.worker.comm.client import ChannelStore, ClientGroup
 from onebox.worker.comm.manager import GroupManager, form_group
 from onebox.worker.comm.tcp import carrier as tcp_carrier
 from onebox.worker.comm.tcp.mesh import Mesh
-from onebox.worker.execution.collectives import PendingBucket
+from onebox.worker.execution.communication import PendingBucket
 from onebox.worker.progress import WorkerProgress
 from onebox.worker.system.network_interfaces import NoAddress
 from tests.kit.waiting import until

@@ -22,7 +22,7 @@ from onebox.worker.comm.api import Begun, RankLost, WorkerGroup
 from onebox.worker.comm.client import ClientGroup
 from onebox.worker.comm.manager import form_group, groups_of
 from onebox.worker.comm.shm.segment import supported
-from onebox.worker.execution.collectives import CollectiveExecutor
+from onebox.worker.execution.communication import CollectiveExecutor
 from onebox.worker.memory.buffers import BufferStore, QuotaExceeded
 from onebox.worker.progress import Trace, WorkerProgress
 from tests.unit.programs import HOST

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from onebox.engine.compile.batch_job import BufferNumbers
 from onebox.engine.compile.routine import InstructionLabel
-from onebox.engine.compile.update.collectives import GroupReduction, RoutineScope
+from onebox.engine.compile.update.reductions import GroupReduction, RoutineScope
 from onebox.engine.partition.sharding_spec import ShardingSpec
 from onebox.errors import CaptureError
 from onebox.graph import ModelPrograms, NamedProgram, Port, combine_all, extract, scale_all, split, zeros

@@ -15,7 +15,7 @@ from onebox.engine.compile.batch_job import BatchJob, BufferNumbers
 from onebox.engine.compile.phase_emission import PhaseCall, emit
 from onebox.engine.compile.routine import InstructionLabel
 from onebox.engine.compile.update.coded_buckets import CodedBucket, LowRankBucket, QuantizedBucket
-from onebox.engine.compile.update.collectives import GroupReduction, RoutineScope
+from onebox.engine.compile.update.reductions import GroupReduction, RoutineScope
 from onebox.engine.partition.gradient_buckets import BUCKET_BYTES, GPU_BUCKET_BYTES, CodecState
 from onebox.engine.partition.hierarchical_reduction import group_leaders
 from onebox.engine.partition.optimizer_sharding import GradientBucket, buckets_by_owner

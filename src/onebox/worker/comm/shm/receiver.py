@@ -17,7 +17,7 @@ from torch import Tensor
 from onebox.errors import WireError
 from onebox.wire import DTYPES, TensorSpec
 from onebox.worker.comm.api import RankLost
-from onebox.worker.comm.collectives import Call
+from onebox.worker.comm.collectives import MessageInfo
 from onebox.worker.comm.shm.layout import (
     CELL_BYTES,
     CLOSED,
@@ -323,7 +323,7 @@ class PendingReceive:
             self._message = self._inbox.find(self._channel, self._order)
         return self._message
 
-    def wait(self, *, aside: bool = False) -> Call:
+    def wait(self, *, aside: bool = False) -> MessageInfo:
         """Wait for the message, in any thread.
 
         Raises:
@@ -332,7 +332,7 @@ class PendingReceive:
         message = self.find()
         if message is None:
             message = self._message = self._inbox.wait(self._channel, self._order)
-        return Call(message.code, message.spec, message.at_ns)
+        return MessageInfo(message.code, message.spec, message.at_ns)
 
     def place(self) -> tuple[SharedMemory, int, TensorSpec]:
         """Return the writer's memory, and where the elements of the message that has come are in it, and what they are;

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from onebox.worker.accelerator import Accelerator
 from onebox.worker.comm.api import RankLost
-from onebox.worker.comm.collectives import Call
+from onebox.worker.comm.collectives import MessageInfo
 from onebox.worker.comm.tcp.connection import TcpConnection
 from onebox.worker.comm.tcp.messages import (
     HEAD_BYTES,
@@ -334,7 +334,7 @@ class TcpReceive:
         self._message: ReceivedMessage | None = None
         self._done = False
 
-    def wait(self, *, aside: bool = False) -> Call:
+    def wait(self, *, aside: bool = False) -> MessageInfo:
         """Wait for it, in any thread.
 
         Raises:
@@ -352,7 +352,7 @@ class TcpReceive:
                     message = inbox.take(self._channel, self._order)
             if message is not None:
                 self._message, self._done = message, True
-                return Call(message.code, message.spec, time.monotonic_ns())
+                return MessageInfo(message.code, message.spec, time.monotonic_ns())
             if not aside:
                 self._attend(missing=not link.connected[1])
             if time.monotonic() > end_s:

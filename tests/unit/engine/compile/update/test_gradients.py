@@ -11,9 +11,9 @@ import torch
 from msgspec import structs
 
 from onebox.engine.compile.routine import RoutineBuilder
-from onebox.engine.compile.update.collectives import ReductionQueue, RoutineScope
 from onebox.engine.compile.update.gradients import Gradients, WorkerGradients
 from onebox.engine.compile.update.optimizer_update import WorkerUpdate
+from onebox.engine.compile.update.reductions import ReductionQueue, RoutineScope
 from onebox.engine.partition.sharding_spec import ShardingSpec
 from onebox.errors import CaptureError
 from onebox.plan import Action, Plan

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onebox.cost import all_reduce_algorithms, choose_all_reduce
-from onebox.cost.collectives import LinkMatrix
+from onebox.cost.all_reduce import LinkMatrix
 
 NEAR = (20e-6, 8e9)
 FAR = (1e-3, 125e6)

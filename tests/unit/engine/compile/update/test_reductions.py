@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onebox.engine.compile.routine import RoutineBuilder
-from onebox.engine.compile.update.collectives import GroupReduction, ReductionQueue
+from onebox.engine.compile.update.reductions import GroupReduction, ReductionQueue
 from onebox.engine.partition.sharding_spec import Members
 from onebox.wire.protocol.instructions import Reduce
 
