@@ -32,7 +32,7 @@ QUEUE = 256
 TOLD = 8
 """The most requests whose new places are reported at a time, as each takes some milliseconds; the others follow."""
 
-LEAST_GRACE_S = 1.0
+LEAST_GRACE_S = 2.0
 """The shortest grace of a lease: two heartbeat intervals."""
 
 SILENT_S = 5.0

@@ -125,7 +125,7 @@ _FAILED = "the agent failed at a message of this session and has ended it; its j
 _TICK_MS = 200
 """Between two looks at leases that start or end."""
 
-_IDLE_TICK_MS = 500
+_IDLE_TICK_MS = 1000
 """The same where none does."""
 
 _PAUSE_S = 0.05
@@ -279,7 +279,7 @@ class Agent:
         """Handle all pending work once; return whether nothing failed."""
         parts: dict[str, Callable[[float], None]] = {
             "door": self._door.attend,
-            "connections": lambda now_s: self._handshakes.attend(self._watch.attend(now_s), now_s),
+            "connections": lambda now_s: self._handshakes.attend(self._watch.attend(), now_s),
             "workers": partial(self._lease_service.attend, ready),
             "clients": self._listen,
             "time": self._tick,

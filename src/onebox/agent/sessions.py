@@ -26,7 +26,7 @@ SESSIONS_OF_ONE = 64
 IDLE_S = 60.0
 """How long an idle session without leases is kept."""
 
-CUT_S = 0.9
+CUT_S = 1.8
 """Silence, of almost two heartbeat intervals, after which a client may have missed messages."""
 
 LOG_BYTES = 512 << 10

@@ -13,24 +13,24 @@ from dataclasses import dataclass, field
 
 from onebox.worker.system.process_watch import DISK_WAIT_S
 
-SILENCE_S = 4.0
-"""Silence after which a worker counts as hung. It sends a heartbeat every half second; a network interruption of three
-seconds, with its margins, must not count, and a hung worker is to be noticed within five."""
+SILENCE_S = 4.5
+"""Silence after which a worker counts as hung. It sends a heartbeat every second at least; a network interruption of
+three seconds, with its margins, must not count, and a hung worker is to be noticed within five."""
 
 STALL_S = 3.0
 """Time without progress and without processor use after which a worker counts as hung."""
 
-QUIET_S = 1.5
-"""Silence of three heartbeats, after which a worker may have stopped, or its network."""
+QUIET_S = 2.0
+"""Silence of two heartbeats at least, after which a worker may have stopped, or its network."""
 
 _LOOK_S = 2.0
 """Silence after which it is looked whether a worker's process reads from a disk, and for how long that counts."""
 
-_PAUSE_S = 1.5
+_PAUSE_S = 2.0
 """A pause of the client's own after which it cannot tell a worker's silence from its own."""
 
-_GAP_S = 1.5
-"""Silence after which a host counts as cut off; agents are heard every half second."""
+_GAP_S = 2.5
+"""Silence after which a host counts as cut off; agents are heard every second."""
 
 
 @dataclass

@@ -45,9 +45,6 @@ RECONNECT_MOST_MS = 200
 CONNECT_MS = 500
 """Delay before a broken connection is retried, and time limit of one attempt: an interruption ends without notice."""
 
-HEARTBEAT_LOST_MS = 1_500
-"""Silence after which a connection for heartbeats counts as broken."""
-
 TCP_LOST_MS = 2_000
 """Time without an acknowledgement after which a TCP connection counts as dead. By default, the kernel would retry only
 two seconds after an interruption of two seconds (RFC 6298), and give up after a quarter of an hour.
@@ -93,13 +90,13 @@ def configure(socket: zmq.Socket[bytes], keys: KeyPair, *, server_key: str | Non
     socket.setsockopt(zmq.RCVHWM, queue)
 
 
-def detect_dead_peers(socket: zmq.Socket[bytes], *, heartbeats: bool = False) -> None:
+def detect_dead_peers(socket: zmq.Socket[bytes]) -> None:
     """Make a dead TCP connection be detected and re-established soon; before the socket binds or connects.
+
+    The kernel does it, which wakes no thread; ZeroMQ's own heartbeats would, and are delayed behind large tensors.
 
     Args:
         socket: The socket, configured.
-        heartbeats: Whether only heartbeats use it, so that ZeroMQ can add its own; behind large tensors these would be
-            delayed and look like silence.
     """
     socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MOST_MS)
@@ -107,11 +104,8 @@ def detect_dead_peers(socket: zmq.Socket[bytes], *, heartbeats: bool = False) ->
     socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
     socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 1)
     socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, 1)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, 2)  # for systems without the next one
     socket.setsockopt(zmq.TCP_MAXRT, TCP_LOST_MS)
-    if heartbeats:
-        socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_LOST_MS // 3)
-        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_LOST_MS)
-        socket.setsockopt(zmq.HEARTBEAT_TTL, HEARTBEAT_LOST_MS)
 
 
 def listen(socket: zmq.Socket[bytes], address: str, ports: Sequence[int] = ()) -> str:

@@ -72,7 +72,6 @@ class ReceiveWatch:
         socket: The socket; it has no other monitor.
         connection_bytes: Limit of each connection.
         total_bytes: Limit of all connections; by default that of one.
-        idle_bps: Bytes per second that are no part of messages, such as ZeroMQ's own heartbeats.
         events: Further events of the monitor that :meth:`attend` returns.
     """
 
@@ -82,16 +81,14 @@ class ReceiveWatch:
         connection_bytes: int,
         *,
         total_bytes: int = 0,
-        idle_bps: float = 0.0,
         events: int = 0,
     ) -> None:
         self._socket = socket
         self._connection_bytes = connection_bytes
         self._total_bytes = max(total_bytes, connection_bytes)
-        self._idle_bps = idle_bps
         self._closed = False
         self._epoll = select.epoll() if hasattr(select, "epoll") else None
-        self._base: dict[int, tuple[int, float]] = {}  # bytes up to the last message, and the time, by descriptor
+        self._base: dict[int, int] = {}  # bytes up to the last message, by descriptor
         self._cookies: dict[int, int] = {}
         self._pending: dict[int, int] = {}
         self._fresh: set[int] = set()
@@ -127,7 +124,7 @@ class ReceiveWatch:
         else:
             self._fresh.add(connection)
 
-    def attend(self, now_s: float) -> list[ConnectionEvent]:
+    def attend(self) -> list[ConnectionEvent]:
         """Process the monitor's events up to a limit, and return them."""
         events: list[ConnectionEvent] = []
         while len(events) < _BATCH and self.monitor.poll(0):
@@ -137,7 +134,7 @@ class ReceiveWatch:
             if kind & (_BEGINNINGS | _ENDS):
                 self._forget(descriptor)
             if kind & _BEGINNINGS and _is_of(descriptor, kind, event["endpoint"]):
-                self._add(descriptor, now_s)
+                self._add(descriptor)
         return events
 
     def check(self, now_s: float) -> list[Overrun]:
@@ -160,12 +157,9 @@ class ReceiveWatch:
             if received is None or _cookie(descriptor) != self._cookies[descriptor]:
                 self._forget(descriptor)
                 continue
-            base, since_s = self._base[descriptor]
-            base += int((now_s - since_s) * self._idle_bps)
-            if descriptor in fresh or base > received:
-                base = received
-            self._base[descriptor] = base, now_s
-            self._pending[descriptor] = received - base
+            if descriptor in fresh:
+                self._base[descriptor] = received
+            self._pending[descriptor] = received - self._base[descriptor]
         found: list[Overrun] = []
         while max(self._pending.values(), default=0) > self._connection_bytes or self.pending_bytes > self._total_bytes:
             found += self.cut_largest()
@@ -189,12 +183,12 @@ class ReceiveWatch:
             self._socket.disable_monitor()
             self.monitor.close(0)
 
-    def _add(self, descriptor: int, now_s: float) -> None:
+    def _add(self, descriptor: int) -> None:
         if self._epoll is None or _received_bytes(descriptor) is None:
             return
         with contextlib.suppress(OSError):  # closed meanwhile
             self._epoll.register(descriptor, select.EPOLLIN | select.EPOLLET)
-            self._base[descriptor] = 0, now_s
+            self._base[descriptor] = 0
             self._cookies[descriptor] = _cookie(descriptor)
 
     def _forget(self, descriptor: int) -> None:

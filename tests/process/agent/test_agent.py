@@ -141,7 +141,7 @@ def test_of_two_clients_one_gets_a_device_and_the_other_waits_at_a_visible_place
 def test_the_workers_of_a_silent_client_end_and_those_of_its_other_connection_do_not(shared: House) -> None:
     silent = shared.client("ana")
     alive = shared.client("ana", silent.keys)
-    lost = silent.lease(HALF, grace_s=1.0)
+    lost = silent.lease(HALF, grace_s=2.0)
     kept = alive.lease(HALF, grace_s=30.0)  # longer than any pause of this machine
     until(lambda: shared.told("expired"))
     assert gone([lost.workers[0].process])
@@ -193,7 +193,7 @@ def test_an_agent_that_is_told_to_end_ends_its_workers() -> None:
 
 def test_an_agent_that_was_stopped_for_a_while_takes_nobody_for_silent() -> None:
     with serving() as (process, client):
-        leased = client.lease(HALF, grace_s=1.0)
+        leased = client.lease(HALF, grace_s=2.0)
         process.send_signal(signal.SIGSTOP)
         time.sleep(2.5)
         process.send_signal(signal.SIGCONT)
@@ -227,7 +227,7 @@ def test_whom_the_agent_does_not_know_gets_nothing(shared: House) -> None:
 def test_who_is_no_longer_known_loses_what_it_has() -> None:
     with house() as made:
         client = made.client("ana")
-        client.ask(HALF, grace_s=1.0)
+        client.ask(HALF, grace_s=2.0)
         made.until("leased")
         del made.known[client.keys.public]
         client.heard.clear()
@@ -319,7 +319,7 @@ def test_who_waits_in_silence_loses_its_place_and_is_told_when_it_is_back(shared
     leased = len(shared.told("leased"))
     first.ask(ALL)
     shared.until("leased", leased + 1)
-    number = second.ask(ALL, grace_s=1.0)
+    number = second.ask(ALL, grace_s=2.0)
     second.take(Queued, renew=False)
     second.disconnect()
     shared.until("dropped")

@@ -231,10 +231,10 @@ def test_memory_that_a_request_leaves_open_is_what_its_client_may_have() -> None
     assert isinstance(gpu, Grant) and gpu.shares[0].memory_bytes == 6
 
 
-@pytest.mark.parametrize("grace_s", [0.5, float("nan"), 601.0, -1.0, float("inf")])
+@pytest.mark.parametrize("grace_s", [1.9, float("nan"), 601.0, -1.0, float("inf")])
 def test_a_grace_that_is_too_short_or_too_long_is_refused(grace_s: float) -> None:
     (refused,) = ask(Leases(GPUS, ClientLimits()), ANA, 1, Want("cuda"), grace_s=grace_s)
-    assert isinstance(refused, Refuse) and "allowed are 1 to 600 s" in refused.reason
+    assert isinstance(refused, Refuse) and "allowed are 2 to 600 s" in refused.reason
 
 
 def test_the_queue_is_bounded() -> None:

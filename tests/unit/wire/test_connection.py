@@ -81,13 +81,9 @@ def test_each_start_has_its_own_epoch() -> None:
 
 
 def test_dead_connections_are_noticed_before_a_worker_is_taken_for_hung() -> None:
-    commands, heartbeats = Socket(), Socket()
-    detect_dead_peers(commands)  # type: ignore[arg-type]
-    detect_dead_peers(heartbeats, heartbeats=True)  # type: ignore[arg-type]
-    for socket in (commands, heartbeats):
-        assert 0 < socket.options[zmq.RECONNECT_IVL] <= socket.options[zmq.RECONNECT_IVL_MAX] <= 500
-        assert 0 < socket.options[zmq.CONNECT_TIMEOUT] <= 1000
-        assert socket.options[zmq.TCP_KEEPALIVE] == 1
-        assert 0 < socket.options[zmq.TCP_MAXRT] < 3500
-    assert zmq.HEARTBEAT_IVL not in commands.options, "a large tensor before one would look like silence"
-    assert 0 < 2 * heartbeats.options[zmq.HEARTBEAT_IVL] < heartbeats.options[zmq.HEARTBEAT_TIMEOUT] < 3500
+    socket = Socket()
+    detect_dead_peers(socket)  # type: ignore[arg-type]
+    assert 0 < socket.options[zmq.RECONNECT_IVL] <= socket.options[zmq.RECONNECT_IVL_MAX] <= 500
+    assert 0 < socket.options[zmq.CONNECT_TIMEOUT] <= 1000
+    assert socket.options[zmq.TCP_KEEPALIVE] == 1
+    assert 0 < socket.options[zmq.TCP_MAXRT] < 3500

@@ -69,7 +69,7 @@ class Server:
             self.watch.delivered(connection_of(frames[0]))
             self.messages.append([bytes(frame.buffer) for frame in frames[1:]])
         now_s = time.monotonic() if now_s is None else now_s
-        self.accepted += [event.value for event in self.watch.attend(now_s) if event.kind == zmq.EVENT_ACCEPTED]
+        self.accepted += [event.value for event in self.watch.attend() if event.kind == zmq.EVENT_ACCEPTED]
         self.cut += self.watch.check(now_s)
 
     def until(self, condition: Callable[[], object]) -> None:
@@ -142,21 +142,6 @@ def test_many_connections_share_a_limit() -> None:
         server.close()
 
 
-@pytest.mark.parametrize("idle_bps", [0.0, 1e5])
-def test_a_trickle_that_is_no_message_is_let_through_where_it_is_expected(idle_bps: float) -> None:
-    server = Server(idle_bps=idle_bps)
-    server.takes = False
-    try:
-        client, now_s = server.client(), time.monotonic()
-        for number in range(1, 5):
-            client.send(bytes(LIMIT // 2))
-            time.sleep(0.2)
-            server.turn(now_s + 10.0 * number)
-        assert bool(server.cut) is not bool(idle_bps)
-    finally:
-        server.close()
-
-
 def test_a_message_of_too_many_parts_is_refused_and_the_next_one_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(channel, "PARTS", 100)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -222,7 +207,7 @@ def test_a_socket_that_has_taken_the_number_of_an_ended_connection_is_let_alone(
         sending.start()
         got = sum(len(near.recv(1 << 16)) for _ in range(60))
         if not seen:
-            server.watch.attend(time.monotonic())
+            server.watch.attend()
         for turn in range(1, 3):
             assert server.watch.check(time.monotonic() + turn) == []
         while got < 4 * LIMIT:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections import deque
 
-_WINDOW = 30
-"""Answers that are compared: those of a minute at most, in which clocks drift by less than a millisecond."""
+_WINDOW = 15
+"""Answers that are compared: those of a minute, or of two while the worker is idle; clocks drift by less than a
+millisecond in a minute."""
 
-_FIRST, _EVERY = 8, 4
-"""The clock is asked at so many heartbeats, two of which come in a second, and then at one of so many."""
+_FIRST, _EVERY = 8, 8
+"""The clock is asked at so many heartbeats, two of which come in a second or one while the worker is idle, and then at
+one of so many."""
 
 
 class ClockOffset:

@@ -104,7 +104,7 @@ class WorkerConnection:
             configure(socket, keys, server_key=server_key, queue=0)
             socket.setsockopt(zmq.IPV6, "[" in endpoint)
             if endpoint.startswith("tcp://"):
-                detect_dead_peers(socket, heartbeats=socket is self.heartbeat_socket)
+                detect_dead_peers(socket)
         self.watch = ReceiveWatch(self.commands, message_bytes, events=zmq.EVENT_HANDSHAKE_SUCCEEDED)
         self._message_bytes = message_bytes
         self._answers: deque[tuple[int | zmq.MessageTracker, int]] = deque()  # not taken: number or tracker, and bytes
@@ -251,4 +251,4 @@ class WorkerConnection:
 
 def _has_shaken_hands(watch: ReceiveWatch) -> bool:
     """Process the events of a connection; return whether a handshake has succeeded."""
-    return any(event.kind == zmq.EVENT_HANDSHAKE_SUCCEEDED for event in watch.attend(time.monotonic()))
+    return any(event.kind == zmq.EVENT_HANDSHAKE_SUCCEEDED for event in watch.attend())

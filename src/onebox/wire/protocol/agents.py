@@ -35,7 +35,7 @@ and Kubernetes' nodes 40 to 50 s by default, ZooKeeper's and Consul's mostly 10 
 TOKEN_BYTES = 16
 """Length of the random token of a client's session, which survives reconnections."""
 
-RENEW_S = 0.5
+RENEW_S = 1.0
 """Interval at which a client renews its leases, as its heartbeat; the agent replies to each, as its own heartbeat."""
 
 MESSAGE_BYTES = 1 << 20

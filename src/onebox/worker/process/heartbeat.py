@@ -29,13 +29,12 @@ from onebox.worker.system.cpu_affinity import use_all_cores
 from onebox.worker.system.process_watch import DISK_WAIT_S
 
 HEARTBEAT_S = 0.5
-"""Interval between heartbeats."""
+IDLE_HEARTBEAT_S = 1.0
+"""Interval between heartbeats of a worker that has something to do, and of one that waits for others. They are sent at
+multiples of it, so that the workers of a host, and their client, wake together."""
 
 _BATCH = 16
 """Most messages that are processed between two checks of the owner."""
-
-_IDLE_BPS = 256.0
-"""More than the bytes per second of ZeroMQ's own heartbeats."""
 
 _IDLE_SHARE = 0.04
 """Fraction of a core above which a thread counts as computing; the watcher itself uses less."""
@@ -133,7 +132,7 @@ class HeartbeatThread:
         self._authenticator.configure_curve_callback("onebox", _OneKey(client_key))
         self._socket = context.socket(zmq.DEALER)
         configure(self._socket, keys, server_key=None, queue=4)
-        self._watches = [ReceiveWatch(self._socket, SMALL_BYTES, idle_bps=_IDLE_BPS)]
+        self._watches = [ReceiveWatch(self._socket, SMALL_BYTES)]
         self._socket.rcvtimeo = 0  # milliseconds; a poller finds it readable when the client connects, too
         self.endpoint = listen(self._socket, address, ports)
         self._thread = threading.Thread(target=self._watch, name="onebox-watch", daemon=True)
@@ -188,12 +187,17 @@ class HeartbeatThread:
                 if self._send_heartbeat(stall) and not heard:
                     heard = True
                     poller.modify(self._socket, zmq.POLLIN)
-                next_s = time.monotonic() + HEARTBEAT_S
+                next_s = self._next_s(time.monotonic())
         self._authenticator.stop()
         for watch in self._watches:
             watch.close()
         self._socket.close(0)
         self._bell.close(0)
+
+    def _next_s(self, now_s: float) -> float:
+        """Return the time of the heartbeat after one."""
+        interval_s = IDLE_HEARTBEAT_S if self._progress.waiting else HEARTBEAT_S
+        return (now_s // interval_s + 1) * interval_s
 
     def _receive(self) -> None:
         """Process client messages outside the queue: groups to leave at once because of silent members, and questions
@@ -213,7 +217,7 @@ class HeartbeatThread:
         now_s = time.monotonic()
         for watch in self._watches:
             if watch.monitor in ready:
-                watch.attend(now_s)
+                watch.attend()
             for cut in watch.check(now_s):
                 size_text = f"{cut.size_bytes} bytes without completing a message"
                 print(f"onebox worker: {size_text} came from {cut.address}; this worker ends", file=sys.stderr)

@@ -13,19 +13,11 @@ import zmq
 
 from onebox.errors import PoolError, UsageError
 from onebox.pool.keys.keyring import fingerprint, full_address
-from onebox.wire import KeyPair, ReceiveWatch, configure
+from onebox.wire import KeyPair, ReceiveWatch, configure, detect_dead_peers
 from onebox.wire.protocol.agents import MESSAGE_BYTES, TOKEN_BYTES
-
-_CONNECT_MS, _RETRY_MS = 500, 100
-"""Bound of one attempt to connect, and the time between two: short, so that the connection is soon back after an
-interruption."""
 
 UNREAD_BYTES = 16 * MESSAGE_BYTES
 """Limit of what an agent sends without completing a message."""
-
-_BEAT_MS, _SILENT_MS = 500, 1500
-"""Interval of ZeroMQ's own heartbeats, and the silence after which it reconnects. TCP alone would retransmit after ever
-longer pauses."""
 
 _HINTS = {
     int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL): "what listens there has not the key that was paired with: pair again",
@@ -78,10 +70,7 @@ class AgentSocket:
         configure(self.socket, mine, server_key=key)
         self._token = secrets.token_bytes(TOKEN_BYTES)
         self.socket.setsockopt(zmq.IPV6, family == sockets.AF_INET6)
-        self.socket.setsockopt(zmq.CONNECT_TIMEOUT, _CONNECT_MS)
-        self.socket.setsockopt(zmq.RECONNECT_IVL, _RETRY_MS)
-        self.socket.setsockopt(zmq.HEARTBEAT_IVL, _BEAT_MS)
-        self.socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _SILENT_MS)
+        detect_dead_peers(self.socket)
         self._watch = ReceiveWatch(self.socket, UNREAD_BYTES, events=zmq.EVENT_ALL)
         self.monitor: Any = self._watch.monitor
         self.socket.connect(f"tcp://{where[0]}:{where[1]}")
@@ -111,9 +100,9 @@ class AgentSocket:
 
     def watch(self) -> PoolError | None:
         """Process ZeroMQ's connection events; return the error where this client is refused."""
-        refusal, now_s = None, time.monotonic()
-        self._watch.check(now_s)  # an agent that sends what is no message is cut off
-        for event, _ in self._watch.attend(now_s):
+        refusal = None
+        self._watch.check(time.monotonic())  # an agent that sends what is no message is cut off
+        for event, _ in self._watch.attend():
             if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
                 refusal = PoolError(
                     f"the agent at {self._address} does not let this client in; pair with it: "

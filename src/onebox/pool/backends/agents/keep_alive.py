@@ -12,9 +12,9 @@ CUT_S = 3.0
 """Default bound of a network interruption: the failure of an agent or its host is noticed within five seconds. The
 agent itself waits longer for a client, see ``GRACE_S``."""
 
-BACK_S = 0.75
-"""Allowance on top of an interruption: the last heartbeat before it may be half a second old, and the connection has to
-be made anew."""
+BACK_S = 1.25
+"""Allowance on top of an interruption: the last heartbeat before it may be a second old, and the connection has to be
+made anew."""
 
 _ASLEEP_S = 2 * RENEW_S
 """The client thread wakes several times a second; after a gap of this length it was stopped or swapped out."""
@@ -31,7 +31,8 @@ class KeepAlive:
     """
 
     def __init__(self, now_s: float) -> None:
-        self._woke_s = self._heard_s = self._renewed_s = now_s
+        self._woke_s = self._heard_s = now_s
+        self._due_s = _after(now_s)
         self._cuts: dict[int, float] = {}
         self.error: OneboxError | None = None
         """The error of every request while the agent counts as lost: the loss is a state, which ends when the agent is
@@ -95,9 +96,9 @@ class KeepAlive:
 
     def renew(self, now_s: float) -> bool:
         """Return whether a heartbeat is due now, and note that it is sent."""
-        if now_s - self._renewed_s < RENEW_S:
+        if now_s < self._due_s:
             return False
-        self._renewed_s = now_s
+        self._due_s = _after(now_s)
         return True
 
     def lost(self, now_s: float) -> float | None:
@@ -107,5 +108,11 @@ class KeepAlive:
 
     def patience_s(self, now_s: float) -> float:
         """Return the seconds until the next heartbeat, or until the agent counts as lost."""
-        due_s, lost_s = self._renewed_s + RENEW_S, self._heard_s + self.bound_s
+        due_s, lost_s = self._due_s, self._heard_s + self.bound_s
         return max(0.0, (min(due_s, lost_s) if not self.gone and lost_s > now_s else due_s) - now_s)
+
+
+def _after(now_s: float) -> float:
+    """Return when the heartbeat after a time is due: the threads of all agents, and workers of this host, wake
+    together."""
+    return (now_s // RENEW_S + 1) * RENEW_S

@@ -19,6 +19,10 @@ def test_signs_of_life_at_regular_times() -> None:
     assert contact.patience_s(10.0 + 2 * RENEW_S) == 0.0
 
 
+def test_the_heartbeats_to_all_agents_are_due_at_once() -> None:
+    assert KeepAlive(10.2).patience_s(10.5) == KeepAlive(10.4).patience_s(10.5)
+
+
 SILENT_S = CUT_S + BACK_S
 
 
@@ -63,7 +67,7 @@ def test_the_thread_wakes_when_the_agent_begins_to_count_as_lost() -> None:
     assert contact.renew(SILENT_S - 0.1)
     assert abs(contact.patience_s(SILENT_S - 0.1) - 0.1) < 1e-9
     contact.lose(PoolError("it has been silent"))
-    assert abs(contact.patience_s(SILENT_S - 0.1) - RENEW_S) < 1e-9
+    assert 0.1 < contact.patience_s(SILENT_S - 0.1) <= RENEW_S
 
 
 def test_the_bound_is_the_shortest_grace_but_no_less_than_the_usual_one() -> None:
@@ -74,7 +78,7 @@ def test_the_bound_is_the_shortest_grace_but_no_less_than_the_usual_one() -> Non
     contact.let_go(2)
     assert contact.bound_s == 60.0 + BACK_S
     contact.hold(3, 1.0)
-    assert contact.bound_s == SILENT_S < 4.0
+    assert contact.bound_s == SILENT_S < 4.5
     assert contact.leases == (1, 3)
 
 
