@@ -96,11 +96,6 @@ class Bundle:
     resources: Mapping[str, float] = field(default_factory=dict)
 
 
-def is_ray(spec: str) -> bool:
-    """Return whether a specification is of a pool on a Ray cluster."""
-    return spec == "ray" or spec.startswith(("ray/", "ray:"))
-
-
 def parse_ray(spec: str, *, threads: int | None = None, memory_bytes: int | None = None) -> RayRequest:
     """Read a specification such as ``ray/cuda*4/spread/type=A100``.
 

@@ -262,9 +262,7 @@ class Pool:
             if self._default_types.get(worker, torch.float32) is not kind:
                 self.post(worker, [self.default_type(worker, kind)])
 
-    def form_group(
-        self, workers: Sequence[int], via: Literal["workers", "client"], *, aside: bool = False, number: int = 0
-    ) -> int:
+    def form_group(self, workers: Sequence[int], via: Literal["workers", "client"]) -> int:
         """Form a group of workers and return its number.
 
         Args:
@@ -272,17 +270,15 @@ class Pool:
             via: ``workers`` for transfers from worker to worker: by NCCL among different GPUs of one host, through
                 memory where they find that they can share it, else over TCP, encrypted if they are of several hosts.
                 ``client`` for sums that the client computes.
-            aside: Whether it is for background transfers between host memories.
-            number: Its number, from :meth:`new_number`; 0 for a new one.
 
         Raises:
             UsageError: A device is not there; they mix ``sim`` with others, or are such and the client is to compute
                 sums.
             OneboxError: The group could not be formed.
         """
-        group = number or self.new_number()
+        group = self.new_number()
         try:
-            answers = raise_first(self.begin_group(workers, via, aside=aside, number=group))
+            answers = raise_first(self.begin_group(workers, via, number=group))
         except BaseException:
             with contextlib.suppress(OneboxError):
                 self.leave_group(group, workers)
@@ -299,9 +295,11 @@ class Pool:
         aside: bool = False,
         tagged: bool = False,
     ) -> list[Future[WorkerReply]]:
-        """Start to form a group without waiting for it; for the other arguments see :meth:`form_group`.
+        """Start to form a group without waiting for it; for its members and way see :meth:`form_group`.
 
         Args:
+            number: Its number, from :meth:`new_number`.
+            aside: Whether it is for background transfers between host memories.
             tagged: Whether its messages must match by channel, which those of NCCL do not.
 
         Returns:

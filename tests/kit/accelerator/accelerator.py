@@ -87,7 +87,7 @@ class ModelAccelerator(DeviceTensors):
         """Return the stream of this thread."""
         return self._scheduler.current()
 
-    def stream(self, *, priority: int = 0) -> ModelStream:
+    def stream(self) -> ModelStream:
         """Return a new stream."""
         return self._scheduler.stream()
 

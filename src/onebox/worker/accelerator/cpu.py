@@ -75,7 +75,7 @@ class HostAccelerator(DeviceTensors):
         """Return the only stream."""
         return self._stream
 
-    def stream(self, *, priority: int = 0) -> _HostStream:
+    def stream(self) -> _HostStream:
         """Return the only stream."""
         return self._stream
 

@@ -74,8 +74,8 @@ class CudaAccelerator(GraphCapture):
     def current(self) -> _CudaStream:
         return _CudaStream(torch.cuda.current_stream(self.device), self)
 
-    def stream(self, *, priority: int = 0) -> _CudaStream:
-        return _CudaStream(torch.cuda.Stream(self.device, priority=priority), self)
+    def stream(self) -> _CudaStream:
+        return _CudaStream(torch.cuda.Stream(self.device), self)
 
     def on(self, stream: Any) -> AbstractContextManager[object]:
         return torch.cuda.stream(stream.stream)

@@ -158,8 +158,8 @@ class Accelerator(Protocol):
     def current(self) -> DeviceStream:
         """Return the stream that operators of this thread use."""
 
-    def stream(self, *, priority: int = 0) -> DeviceStream:
-        """Return a new stream; smaller numbers have priority."""
+    def stream(self) -> DeviceStream:
+        """Return a new stream."""
 
     def on(self, stream: DeviceStream) -> AbstractContextManager[object]:
         """Let operators of this thread use a stream in the context."""
