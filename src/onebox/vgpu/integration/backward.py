@@ -101,10 +101,14 @@ def drop_void_gradients(queues: Sequence[CommandQueue]) -> None:
     found: dict[CommandQueue, list[tuple[VirtualTensor, int]]] = {queue: [] for queue in queues}
     for each in gc.get_objects():
         # by type(): the attribute __class__ of others' objects may be a property
-        if issubclass(type(each), VirtualTensor) and _is_leaf(each):
+        if not issubclass(type(each), VirtualTensor):
+            continue
+        handle = getattr(each, "_handle", None)  # none while another thread makes it
+        # a gradient is where its leaf is; those of other devices may be set by another rank's thread meanwhile
+        if handle is not None and handle.queue in found and _is_leaf(each):
             gradient = each.grad
-            if isinstance(gradient, VirtualTensor) and gradient._handle.queue in found:
-                found[gradient._handle.queue].append((each, gradient._handle.number))
+            if isinstance(gradient, VirtualTensor):
+                found[handle.queue].append((each, gradient._handle.number))
     for queue, leaves in found.items():
         if leaves:
             with contextlib.suppress(OneboxError, torch.OutOfMemoryError):  # the failure that is raised comes first
