@@ -197,11 +197,11 @@ def wait_in_slices(futures: Collection[Future[Any]]) -> set[Future[Any]]:
 
     In slices, because a signal just before a thread begins to wait for a lock does not end that wait.
     """
-    pending = set(futures)
-    failed = False
+    pending = {future for future in futures if not future.done()}
+    failed = any(future.exception() is not None for future in futures if future not in pending) if pending else False
     while pending and not failed:
         done, pending = wait(pending, SLICE_S, FIRST_EXCEPTION)
-        failed = any(future.exception() is not None for future in done)
+        failed = any(future.exception() is not None for future in done) if pending else False
     return pending
 
 

@@ -53,16 +53,15 @@ def _clean(value: Any, lines: bool) -> Any:
     if kind is str:
         return value if value.isprintable() else clean_text(value, lines=lines)
     if kind is tuple:
-        made = [_clean(one, lines) for one in value]
-        for before, after in zip(value, made, strict=True):
-            if before is not after:
-                return tuple(made)
+        for one in value:
+            if _clean(one, lines) is not one:
+                return tuple([_clean(one, lines) for one in value])
         return value
-    changed = {}
+    changed: dict[str, Any] | None = None
     for name, of_lines in _text_fields(kind):
         before = getattr(value, name)
-        if (after := _clean(before, of_lines)) is not before:
-            changed[name] = after
+        if before and (after := _clean(before, of_lines)) is not before:  # most of what is there is empty
+            changed = {**(changed or {}), name: after}
     return replace(value, **changed) if changed else value
 
 

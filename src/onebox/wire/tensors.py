@@ -70,7 +70,7 @@ def copy_of(tensor: Tensor) -> tuple[Tensor, TensorSpec, memoryview]:
     elements = np.empty(dense.nbytes, dtype=np.uint8)
     if not dense.nbytes:
         return torch.empty_like(dense), spec_of(dense), memoryview(elements)  # type: ignore[arg-type]
-    copy = torch.frombuffer(elements, dtype=dense.dtype).view(dense.shape)
+    copy = torch.frombuffer(elements, dtype=dense.dtype).view_as(dense)
     ctypes.memmove(copy.data_ptr(), dense.data_ptr(), dense.nbytes)
     return copy, spec_of(copy), memoryview(elements)  # type: ignore[arg-type]
 

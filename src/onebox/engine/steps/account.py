@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from onebox.engine.compile.routine import InstructionLabel
 from onebox.engine.steps.results import StepTrace
@@ -38,6 +38,8 @@ HERE = "this client"
 
 _DISPATCH_NS = 20_000
 """A shorter gap between two instructions is the worker's own work, not a wait."""
+
+_I = TypeVar("_I")
 
 _MOST_HOPS = 8
 """Devices that are followed from one that waits to the cause of its wait."""
@@ -199,15 +201,15 @@ class _Sweep:
         """Divide a device's whole time; steps that were not looked at are divided as the others."""
         found: dict[str, float] = {}
         inside: dict[str, float] = {}
-        at_ns, ends = begin_ns, self._launch_ends[device]
-        for launch in self._devices[device].launches[bisect.bisect_right(ends, begin_ns) :]:
+        at_ns, asked = begin_ns, (device,)
+        for launch in _after(self._devices[device].launches, self._launch_ends[device], begin_ns):
             if launch.start_ns >= end_ns:
                 break
             start_ns, stop_ns = max(launch.start_ns, at_ns), min(launch.end_ns, end_ns)
-            self._idle(device, at_ns, start_ns, (device,), found)
-            self._step(device, start_ns, stop_ns, (device,), inside)
+            self._idle(device, at_ns, start_ns, asked, found)
+            self._step(device, start_ns, stop_ns, asked, inside)
             at_ns = max(at_ns, stop_ns)
-        self._idle(device, at_ns, end_ns, (device,), found)
+        self._idle(device, at_ns, end_ns, asked, found)
         unsampled = inside.pop(UNSAMPLED, 0.0) + found.pop(UNSAMPLED, 0.0)
         if unsampled:
             known = math.fsum(inside.values())
@@ -220,14 +222,14 @@ class _Sweep:
     def client(self, begin_ns: int, end_ns: int) -> dict[str, float]:
         """Divide the client's time."""
         found: dict[str, float] = {}
-        for span in self._doing(begin_ns, end_ns):
-            _add(found, UNKNOWN if span.doing == STEPS else span.doing, span.start_ns, span.end_ns)
+        for doing, start_ns, stop_ns in self._doing(begin_ns, end_ns):
+            _add(found, UNKNOWN if doing == STEPS else doing, start_ns, stop_ns)
         return found
 
     def _step(self, device: int, begin_ns: int, end_ns: int, asked: tuple[int, ...], found: dict[str, float]) -> None:
         """Divide time of a device within a step."""
-        at_ns, intervals = begin_ns, self._devices[device].intervals
-        for interval in intervals[bisect.bisect_right(self._interval_ends[device], begin_ns) :]:
+        at_ns = begin_ns
+        for interval in _after(self._devices[device].intervals, self._interval_ends[device], begin_ns):
             if interval.start_ns >= end_ns:
                 break
             start_ns, stop_ns = max(interval.start_ns, at_ns), min(interval.end_ns, end_ns)
@@ -248,7 +250,7 @@ class _Sweep:
             _add(found, waiting_for(device), begin_ns, end_ns)
             return
         asked, at_ns = (*asked, device), begin_ns
-        for launch in self._devices[device].launches[bisect.bisect_right(self._launch_ends[device], begin_ns) :]:
+        for launch in _after(self._devices[device].launches, self._launch_ends[device], begin_ns):
             if launch.start_ns >= end_ns:
                 break
             start_ns, stop_ns = max(launch.start_ns, at_ns), min(launch.end_ns, end_ns)
@@ -265,11 +267,11 @@ class _Sweep:
         place = bisect.bisect_right(self._launch_ends[device], begin_ns)
         sent_ns = own.launches[place].sent_ns if place < len(own.launches) else end_ns
         sent_ns = min(max(sent_ns, begin_ns), end_ns)
-        for span in self._doing(begin_ns, sent_ns):
-            if span.doing == STEPS:
-                self._replies(device, span.start_ns, span.end_ns, asked, found)
+        for doing, start_ns, stop_ns in self._doing(begin_ns, sent_ns):
+            if doing == STEPS:
+                self._replies(device, start_ns, stop_ns, asked, found)
             else:
-                _add(found, span.doing, span.start_ns, span.end_ns)
+                _add(found, doing, start_ns, stop_ns)
         _add(found, _way(own.host), sent_ns, end_ns)
 
     def _replies(
@@ -289,20 +291,20 @@ class _Sweep:
         if stop_ns < end_ns:
             self._replies(device, stop_ns, end_ns, asked, found)
 
-    def _doing(self, begin_ns: int, end_ns: int) -> list[ClientInterval]:
-        """Return what the client does in an interval, without gaps."""
+    def _doing(self, begin_ns: int, end_ns: int) -> list[tuple[str, int, int]]:
+        """Return what the client does in an interval, without gaps: each part with its start and end."""
         found, at_ns = [], begin_ns
-        for span in self._spans[bisect.bisect_right(self._span_ends, begin_ns) :]:
+        for span in _after(self._spans, self._span_ends, begin_ns):
             if span.start_ns >= end_ns:
                 break
             start_ns, stop_ns = max(span.start_ns, at_ns), min(span.end_ns, end_ns)
             if at_ns < start_ns:
-                found.append(ClientInterval(CLIENT, at_ns, start_ns))
+                found.append((CLIENT, at_ns, start_ns))
             if start_ns < stop_ns:
-                found.append(ClientInterval(span.doing, start_ns, stop_ns))
+                found.append((span.doing, start_ns, stop_ns))
             at_ns = max(at_ns, stop_ns)
         if at_ns < end_ns:
-            found.append(ClientInterval(CLIENT, at_ns, end_ns))
+            found.append((CLIENT, at_ns, end_ns))
         return found
 
 
@@ -364,6 +366,11 @@ class _LastToEnd:
             if launch.start_ns < end_ns and (found is None or launch.end_ns > found[1].end_ns):
                 found = device, launch
         return found
+
+
+def _after(intervals: Sequence[_I], ends_ns: Sequence[int], begin_ns: int) -> Iterator[_I]:
+    """Yield the intervals that end after a time; without a copy of all that follow, of which few are looked at."""
+    return map(intervals.__getitem__, range(bisect.bisect_right(ends_ns, begin_ns), len(intervals)))
 
 
 def _add(found: dict[str, float], cause: str, begin_ns: int, end_ns: int) -> None:

@@ -35,8 +35,10 @@ def step_trace(
     """
     traced = {}
     for (worker, routine), answer in zip(compiled.of(window).items(), answers, strict=True):
-        own_bytes = beside[worker]
-        traced[worker] = routine.labels, answer.own_times_ns, tuple([used - own_bytes for used in answer.used_bytes])
+        own_bytes, used_bytes = beside[worker], answer.used_bytes
+        if own_bytes:
+            used_bytes = tuple([used - own_bytes for used in used_bytes])
+        traced[worker] = routine.labels, answer.own_times_ns, used_bytes
     traffic = {
         (worker, carried.worker): carried
         for worker, answer in zip(traced, answers, strict=True)

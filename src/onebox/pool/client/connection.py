@@ -123,6 +123,10 @@ class WorkerConnection:
         if self._poller is not None:
             self._poller.touch(socket)
 
+    def _settle(self, socket: zmq.Socket[bytes]) -> None:
+        if self._poller is not None:
+            self._poller.settle(socket)
+
     def answer(self, parts: list[Any]) -> bool:
         """Send an answer to what the worker has asked of the client; return whether it takes its answers.
 
@@ -172,7 +176,10 @@ class WorkerConnection:
         if self.commands in ready:
             end_s = time.monotonic() + turn_s
             yield from self.link.receive()
-            while time.monotonic() < end_s and has_input(self.commands):
+            while time.monotonic() < end_s:
+                if not has_input(self.commands):
+                    self._settle(self.commands)
+                    break
                 yield from self.link.receive()
 
     def reconnected(self, ready: Collection[Source]) -> bool:
@@ -198,6 +205,7 @@ class WorkerConnection:
         if self.heartbeat_socket in ready:
             for number in range(HEARTBEATS):
                 if number and not has_input(self.heartbeat_socket):
+                    self._settle(self.heartbeat_socket)
                     break
                 yield receive(self.heartbeat_socket, self._heartbeat_watch)
 

@@ -3,7 +3,8 @@
 ZeroMQ's own poller asks each of its sockets in each turn, which makes the messages of `n` workers cost `n` squared. A
 socket of ZeroMQ has a descriptor that is readable from a change of its state on until the socket is used or asked for
 its events (``ZMQ_FD`` in ``zmq_getsockopt(3)``). So a socket is asked only after its descriptor was readable, and once
-more after it was ready, since messages may be left, or used otherwise, since that may have hidden a change. After a
+more after it was ready, unless its owner has done so, since messages may be left, or used otherwise, since that may
+have hidden a change. After a
 turn without anything all are asked, so that nothing waits longer than a turn.
 """
 
@@ -58,6 +59,10 @@ class SocketPoller:
         """Note that a socket was used otherwise than to receive what was ready."""
         if socket in self._owners:
             self._doubtful.add(socket)
+
+    def settle(self, socket: zmq.Socket[Any]) -> None:
+        """Note that a socket was asked since it was used, and had nothing."""
+        self._doubtful.discard(socket)
 
     def poll(self, timeout_ms: float) -> Mapping[Hashable, Collection[Source]]:
         """Wait until a source is ready, at most for a time; return the ready sources of each owner that has some."""
