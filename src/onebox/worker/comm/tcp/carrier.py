@@ -16,7 +16,7 @@ from onebox.worker.accelerator import Accelerator
 from onebox.worker.comm.api import MembershipStore, RankLost, RowRange
 from onebox.worker.comm.carrier import FEW_RANKS, Posted
 from onebox.worker.comm.tcp.connection import TcpConnection
-from onebox.worker.comm.tcp.link import PeerLink, TcpReceive
+from onebox.worker.comm.tcp.link import AT_ONCE_BYTES, PeerLink, TcpReceive
 from onebox.worker.comm.tcp.mesh import GroupNetwork, Mesh, RelayTo
 from onebox.worker.comm.tcp.messages import MessageHeader
 from onebox.worker.comm.tcp.stream import ConnectionWriter
@@ -103,10 +103,13 @@ class TcpCarrier:
         whole, start = spec_of(dense), 0
         if within is not None:
             whole, start = _part(whole, within)
-        shared = dense.data_ptr() == tensor.data_ptr()
+        shared, link = dense.data_ptr() == tensor.data_ptr(), self._links[peer]
+        if dense.nbytes <= AT_ONCE_BYTES:
+            link.post(MessageHeader(channel, 0, start, dense.nbytes, whole), _bytes_of(dense), dense, changing=shared)
+            return time.monotonic_ns()
         for piece in dense.reshape(-1).view(torch.uint8).split(PIECE_BYTES):
             own = piece.clone() if shared else piece
-            self._links[peer].post(MessageHeader(channel, 0, start, own.nbytes, whole), _bytes_of(own), own)
+            link.post(MessageHeader(channel, 0, start, own.nbytes, whole), _bytes_of(own), own)
             start += own.nbytes
         return time.monotonic_ns()
 

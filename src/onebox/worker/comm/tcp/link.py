@@ -27,7 +27,7 @@ from onebox.worker.comm.tcp.messages import (
 from onebox.worker.comm.tcp.stream import ConnectionReader, ConnectionWriter
 from onebox.worker.system.cpu_affinity import use_all_cores
 
-_AT_ONCE_BYTES = 1 << 14
+AT_ONCE_BYTES = 1 << 14
 """Most bytes of a message that the working thread sends itself, where the kernel takes it without a wait."""
 
 _STACK = 1 << 19
@@ -101,13 +101,16 @@ class PeerLink:
             self._incoming = tuple(connections)
             self._receiver = _start(self._receive, f"onebox-from-{self.peer}")
 
-    def post(self, header: MessageHeader, body: memoryview, tensor: Tensor | None = None) -> None:
+    def post(
+        self, header: MessageHeader, body: memoryview, tensor: Tensor | None = None, *, changing: bool = False
+    ) -> None:
         """Send a message without waiting.
 
         Args:
             header: Its header.
-            body: Its bytes, which must not change.
+            body: Its bytes.
             tensor: Holds them.
+            changing: Whether they may change as soon as this returns: they are copied unless they are sent at once.
 
         Raises:
             RankLost: Nothing more can be sent.
@@ -117,14 +120,14 @@ class PeerLink:
                 raise RankLost(self._failure or "the group has been left")
             size_bytes = len(body)
             if (
-                size_bytes > _AT_ONCE_BYTES
+                size_bytes > AT_ONCE_BYTES
                 or self._writer is None
                 or self._writing
                 or self._turn
                 or not self._window.open(header.channel, size_bytes)
-                or not self._writer.meter.takes
+                or not self._writer.meter.takes()
             ):
-                self._queue(header, body, tensor)
+                self._queue(header, memoryview(bytes(body)) if changing else body, None if changing else tensor)
                 return
             self._window.sent(header.channel, size_bytes)
             self._writing = True
@@ -255,11 +258,12 @@ class PeerLink:
     def _receive(self) -> None:
         use_all_cores()
         reader = ConnectionReader(self._incoming)
-        head, inbox = memoryview(bytearray(HEAD_BYTES)), self.inbox
+        inbox = self.inbox
         try:
-            while reader.read_into(head):
-                rest = memoryview(bytearray(rest_bytes(head)))
-                if not reader.read_into(rest):
+            while (part := reader.read(HEAD_BYTES)) is not None:
+                head = bytes(part)
+                rest = reader.read(rest_bytes(head))
+                if rest is None:
                     raise ConnectionError("the connection ended in the head of a message")
                 header = decode(head, rest)
                 if header.spec is None:

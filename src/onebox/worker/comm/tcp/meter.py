@@ -122,6 +122,8 @@ class LinkMeter:
         self._bursts = [0] * len(connections)
         self._writing_ns = [0] * len(connections)
         self._reported = [_Totals()] * len(connections)
+        self._seen: list[_Counters] = []
+        """Counters of the first connection, as :meth:`takes` has just seen them."""
 
     def send(self, *parts: bytes | memoryview) -> None:
         """Send all of some parts by the used connection with the fewest bytes that the network has not taken yet.
@@ -130,7 +132,8 @@ class LinkMeter:
             OSError: A connection has ended.
         """
         begin_ns = time.thread_time_ns()
-        found = [_counters(each.raw) for each in self._connections[: self._used.count]]
+        found, self._seen = self._seen, []
+        found += [_counters(each.raw) for each in self._connections[len(found) : self._used.count]]
         self._used.judge(found)
         place = min(range(len(found)), key=lambda number: found[number].unsent_bytes)
         self._bursts[place] += not found[place].unacked and not found[place].unsent_bytes
@@ -139,15 +142,17 @@ class LinkMeter:
         finally:
             self._writing_ns[place] += time.thread_time_ns() - begin_ns
 
-    @property
     def takes(self) -> bool:
-        """True if the kernel takes a short message at once: little is on the way, whose acknowledgement may take its
-        time, and nothing waits to be sent."""
+        """Return whether the kernel takes a short message at once: little is on the way, whose acknowledgement may take
+        its time, and nothing waits to be sent. If so, the caller sends it now."""
         try:
             found = _counters(self._connections[0].raw)
         except OSError:
             return False
-        return not found.unsent_bytes and found.unacked <= _FEW_PACKETS
+        if found.unsent_bytes or found.unacked > _FEW_PACKETS:
+            return False
+        self._seen = [found]
+        return True
 
     @property
     def acknowledged_bytes(self) -> int:

@@ -68,7 +68,15 @@ class _Source:
         """Bytes of its chunk that have not been read."""
         self._ahead = memoryview(bytearray(_AHEAD_BYTES))
         self._start = self._end = 0
-        self._head = b""
+
+    def at_hand(self, size_bytes: int) -> memoryview | None:
+        """Return the next bytes of the chunk, valid until more are read; ``None`` if they have not all been read
+        ahead."""
+        start, end = self._start, self._start + size_bytes
+        if size_bytes > self.left or end > self._end:
+            return None
+        self._start = end
+        return self._ahead[start:end]
 
     def read(self, target: memoryview) -> int:
         """Read some bytes; return their number, 0 at the end."""
@@ -88,16 +96,17 @@ class _Source:
             BlockingIOError: It has not come.
             OSError: There is none.
         """
-        rest = memoryview(bytearray(_HEAD.size))
-        while len(self._head) < _HEAD.size:
-            count = self.read(rest[: _HEAD.size - len(self._head)])
+        while (left := self._end - self._start) < _HEAD.size:
+            self._ahead[:left] = self._ahead[self._start : self._end]
+            self._start, self._end = 0, left
+            count = self.connection.receive(self._ahead[left:])
             if not count:
-                if self._head:
+                if left:
                     raise ConnectionError("a connection ended in the head of a chunk")
                 return -1
-            self._head += rest[:count]
-        number, self.left = _HEAD.unpack(self._head)
-        self._head = b""
+            self._end += count
+        number, self.left = _HEAD.unpack_from(self._ahead, self._start)
+        self._start += _HEAD.size
         if not 0 < self.left <= CHUNK_BYTES:
             raise ConnectionError("no head of a chunk")
         return int(number)
@@ -118,6 +127,22 @@ class ConnectionReader:
         if len(connections) > 1:
             for each in connections:
                 each.raw.setblocking(False)
+
+    def read(self, size_bytes: int) -> memoryview | None:
+        """Return the next bytes, valid until more are read; ``None`` where the stream has ended before them.
+
+        Raises:
+            OSError: A connection has ended in the middle, or does not have chunks.
+        """
+        if not size_bytes:  # the next chunk may not come for long
+            return memoryview(b"")
+        source = self._begun.get(self._number) or self._next()
+        part = None if source is None else source.at_hand(size_bytes)
+        if source is not None and part is not None:
+            self._count(source, size_bytes)
+            return part
+        target = memoryview(bytearray(size_bytes))
+        return target if self.read_into(target) else None
 
     def read_into(self, target: memoryview) -> bool:
         """Fill a target; return ``False`` where the stream has ended before it.
@@ -140,12 +165,16 @@ class ConnectionReader:
             if not count:
                 raise ConnectionError("the connection ended in the middle of a message")
             done += count
-            source.left -= count
-            if not source.left:
-                del self._begun[self._number]
-                self._waiting.append(source)
-                self._number = (self._number + 1) % _NUMBERS
+            self._count(source, count)
         return True
+
+    def _count(self, source: _Source, size_bytes: int) -> None:
+        """Note bytes of the present chunk that have been read."""
+        source.left -= size_bytes
+        if not source.left:
+            del self._begun[self._number]
+            self._waiting.append(source)
+            self._number = (self._number + 1) % _NUMBERS
 
     def _next(self) -> _Source | None:
         """Return the connection that has the next chunk; ``None`` at the end of all."""
