@@ -192,7 +192,7 @@ def receive(socket: zmq.Socket[bytes], watch: ReceiveWatch | None = None) -> lis
             parts.append(part.buffer)
     if len(parts) > PARTS:
         raise WireError(f"a message of more than {PARTS} parts")
-    return join(parts)
+    return join(parts) if len(parts) > 1 or len(parts[0]) >= PART_BYTES else parts
 
 
 def cut(frames: Frames, part_bytes: int = PART_BYTES) -> list[Any]:

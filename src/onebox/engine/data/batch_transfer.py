@@ -51,7 +51,7 @@ def worker_batch(
     put, frames = put_packed(pool, parts, [leaf for _, leaf in leaves], worker, packing)
     return WorkerBatch(
         bindings=put.buffers,
-        size_bytes=sum(spec.size_bytes for spec, _ in parts),
+        size_bytes=sum([len(elements) for _, elements in parts]),
         instructions=(put,),
         frames=tuple(frames),
     )

@@ -108,7 +108,7 @@ class Batch:
     def elements(self, leaf: int, start: int, size: int) -> tuple[TensorSpec, memoryview]:
         """Return the spec and the elements of a range of samples of a tensor; they are not copied if it is dense."""
         spec, frame = self._elements[leaf]
-        row_bytes = spec.size_bytes // max(1, self.size)
+        row_bytes = len(frame) // max(1, self.size)
         part = TensorSpec(spec.dtype, (size, *spec.shape[1:]))
         return part, frame[start * row_bytes : (start + size) * row_bytes]
 

@@ -154,7 +154,7 @@ class ClientLoop:
             OneboxError: The pool is broken or closed, there is no such worker, or the message exceeds the channel's
                 limits.
         """
-        check_frames(frames)
+        size_bytes = check_frames(frames)
         if worker in self._gone:
             raise PoolError(f"worker {worker} has gone and could not be replaced: {self._gone[worker]}")
         if worker not in self._connections:
@@ -163,7 +163,7 @@ class ClientLoop:
             self._numbers += 1
             header = encode(Envelope(self._numbers, answer, tuple(instructions)))
             future = self._pending.promise(worker, self._numbers, answer=answer)
-            self.sent_bytes[worker] = self.sent_bytes.get(worker, 0) + sum(len(frame) for frame in frames)
+            self.sent_bytes[worker] = self.sent_bytes.get(worker, 0) + size_bytes
             self._outbox.append((worker, [header, *frames]))
             self._wake()
         return future
@@ -489,9 +489,9 @@ class ClientLoop:
         worker = connection.place.worker
         match message:
             case Reply():
-                size_bytes = sum(len(frame) for frame in frames)
+                size_bytes = sum([len(frame) for frame in frames])
                 self.received_bytes[worker] = self.received_bytes.get(worker, 0) + size_bytes
-                traffic = self._groups.traffic(worker, message.traffic)
+                traffic = self._groups.traffic(worker, message.traffic) if message.traffic else ()
                 clock_ns = connection.clock.offset_ns
                 self._pending.reply(connection.place, message, frames, time.monotonic(), traffic, clock_ns)
             case Heartbeat():

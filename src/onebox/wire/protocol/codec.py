@@ -45,17 +45,19 @@ def encode(message: Message) -> bytes:
     return header
 
 
-def check_frames(frames: Sequence[Any]) -> None:
-    """Require that element frames are within the limits, before they are sent: a worker drops larger ones.
+def check_frames(frames: Sequence[Any]) -> int:
+    """Require that element frames are within the limits, before they are sent: a worker drops larger ones; return their
+    bytes.
 
     Raises:
         WireError: They are not.
     """
     if len(frames) >= FRAMES:
         raise WireError(f"a message of {len(frames)} tensors; allowed are {FRAMES - 1}: send several messages")
-    largest = max((len(frame) for frame in frames), default=0)
-    if largest > FRAME_BYTES:
-        raise WireError(f"a tensor of {largest} bytes; allowed are {FRAME_BYTES}: cut it into smaller ones")
+    sizes = [len(frame) for frame in frames]
+    if sizes and max(sizes) > FRAME_BYTES:
+        raise WireError(f"a tensor of {max(sizes)} bytes; allowed are {FRAME_BYTES}: cut it into smaller ones")
+    return sum(sizes)
 
 
 def decode(decoder: msgspec.msgpack.Decoder[Any], parts: Sequence[Any], what: str) -> Any:
