@@ -43,6 +43,61 @@ _MISSING = object()
 _NO_PLACE = (AttributeError, IndexError, KeyError, SyntaxError, TypeError, ValueError)
 
 
+_LAYER = "L['layer']"
+
+
+class LayerGuards:
+    """The Python state that the code of one layer has read, to be compared with that of equal layers.
+
+    Args:
+        manager: Dynamo's guards, of a scope in which the layer has this name.
+        own: Those of them that are about the layer.
+        variables: The globals of the code that Dynamo began with.
+        read: All that was read, by Dynamo's names; objects that guards know by their addresses last as long as these.
+        tensors: The names of tensors that were read.
+        key: The guards as text.
+        layer: The layer.
+    """
+
+    def __init__(
+        self,
+        manager: Any,
+        own: Any,
+        variables: dict[str, Any],
+        read: Mapping[str, Any],
+        tensors: Iterable[str],
+        key: frozenset[str],
+        layer: nn.Module,
+    ) -> None:
+        self.manager, self.own, self.key = manager, own, key
+        self._globals, self._tensors = variables, sorted(tensors)
+        self._read = {**dict.fromkeys(self._tensors), **read}
+        self._places = {name: ast.parse(name, mode="eval").body for name in self._read if name}
+        self._looks = self._look(self.present(layer))
+
+    def present(self, layer: nn.Module) -> dict[str, Any]:
+        """Return what a layer has now at the places that were read."""
+        scope = {"layer": layer}
+        found = {name: _present(place, scope, self._globals) for name, place in self._places.items()}
+        return {name: self._read[name] if value is _MISSING else value for name, value in found.items()}
+
+    def hold(self, layer: nn.Module) -> bool:
+        """Return whether another layer's code does what that of the one that was read does."""
+        return self.manager.check({"layer": layer}) and self._look(self.present(layer)) == self._looks
+
+    def _look(self, found: Mapping[str, Any]) -> Any:
+        """Return what guards do not compare: the looks of tensors, and which places have the same object."""
+        numbers: dict[int, int] = {}
+        same = [numbers.setdefault(id(value), len(numbers)) for value in found.values() if not isinstance(value, PLAIN)]
+        tensors = [found[name] for name in self._tensors]
+        return same, [
+            (type(x), x.shape, x.stride(), x.dtype, x.device, x.requires_grad, x.is_leaf)
+            if isinstance(x, Tensor) and x.layout is torch.strided
+            else object()
+            for x in tensors
+        ]
+
+
 class Guards:
     """The Python state that code has read, to be compared with the present one.
 
@@ -55,6 +110,7 @@ class Guards:
         example: Inputs and targets.
         batch: Returns whether the same is read for another number of samples.
         counters: Integers among what was read, by Dynamo's names, whose values the code does not depend on.
+        layers: Layers of each of which an equal one was read: its guards, Dynamo's name for the layer, and the layer.
     """
 
     def __init__(
@@ -67,8 +123,9 @@ class Guards:
         example: tuple[Any, Any],
         batch: Callable[[int], bool],
         counters: Collection[str] = (),
+        layers: Collection[tuple[LayerGuards, str, nn.Module]] = (),
     ) -> None:
-        self.key = key
+        self.key = key.union(text.replace(_LAYER, name) for guards, name, _ in layers for text in guards.key)
         """Equal for guards that hold at the same time."""
         self.effects: Callable[[], object] | None = None
         """Does to Python's state what the code does to it, once; ``None`` where that is nothing, or takes the values of
@@ -77,6 +134,13 @@ class Guards:
         self._manager, self._scope, self._globals = manager, dict(scope), variables
         self.read = {name: self._present(name) if value is None else value for name, value in read.items() if name}
         """All that was read, by Dynamo's names."""
+        self._layers: list[tuple[Any, dict[str, Any], str]] = []
+        of_all = set[LayerGuards]()
+        for guards, name, layer in layers:
+            found = guards.present(layer).items()
+            self.read |= {each.replace(_LAYER, name): value for each, value in found}
+            self._layers.append((guards.own if guards in of_all else guards.manager, {"layer": layer}, name))
+            of_all.add(guards)
         self._example, self._batch = _described(example), batch
         self._others = {
             name: (value, _content(value)) for name, value in self.read.items() if isinstance(value, _OTHERS)
@@ -87,6 +151,11 @@ class Guards:
     def names(self) -> set[str]:
         """All that was read, as the user's code has it."""
         return set(map(self._called, self.read))
+
+    @property
+    def equal_layers(self) -> list[str]:
+        """The layers of each of which an equal one was read, as the user's code has them."""
+        return [_readable(name) for _, _, name in self._layers]
 
     def serve(self, example: tuple[Any, Any]) -> bool:
         """Return whether the code reads the same for inputs and targets of other sizes."""
@@ -105,16 +174,19 @@ class Guards:
     def changed(self) -> str | None:
         """The first change that is found, as text; ``None`` if there is none."""
         if not self._manager.check(self._scope):
-            return self._failed()
+            return self._failed(self._manager.check_verbose(self._scope).verbose_code_parts)
+        for manager, scope, name in self._layers:
+            if not manager.check(scope):
+                said = manager.check_verbose(scope).verbose_code_parts
+                return self._failed([part.replace(_LAYER, name) for part in said])
         return next((self._called(name) for name, other in self._others.items() if self._differs(name, *other)), None)
 
     def _differs(self, name: str, value: Any, content: Any) -> bool:
         now = self._present(name)
         return _content(value) != content or (now is not value and now is not _MISSING)
 
-    def _failed(self) -> str:
+    def _failed(self, said: Sequence[str]) -> str:
         """Return what the first guard that fails is about."""
-        said = self._manager.check_verbose(self._scope).verbose_code_parts
         failed = _ATTRIBUTE.sub(r"\1.\2", said[0].split("  #")[0].strip()) if said else ""
         name = max((name for name in self.read if name in failed), key=len, default="")
         if failed.startswith("not ") and self._present(failed[4:]) is not _MISSING:
@@ -135,27 +207,9 @@ class Guards:
     def _present(self, name: str) -> Any:
         """Return what is at one of Dynamo's names now."""
         try:
-            return self._found(ast.parse(name, mode="eval").body)
+            return _present(ast.parse(name, mode="eval").body, self._scope, self._globals)
         except _NO_PLACE:
             return _MISSING
-
-    def _found(self, node: ast.expr) -> Any:
-        match node:
-            case ast.Name("L"):
-                return self._scope
-            case ast.Name("G"):
-                return self._globals
-            case ast.Attribute():
-                return getattr(self._found(node.value), node.attr)
-            case ast.Constant():
-                return node.value
-            case ast.Subscript():
-                return self._found(node.value)[self._found(node.slice)]
-            case ast.Call(ast.Name("list"), [items]):
-                return list(self._found(items))
-            case ast.Call(ast.Attribute(ast.Name("dict"), "keys"), [items]):
-                return dict.keys(self._found(items))
-        raise ValueError(f"no place: {ast.dump(node)}")
 
     def tried(self, owners: Iterable[nn.Module]) -> list[str] | None:
         """Try the side effects, and return the integers, by Dynamo's names, that they change of what was read.
@@ -205,9 +259,40 @@ class Guards:
     def _assign(self, name: str, value: Any) -> None:
         match ast.parse(name, mode="eval").body:
             case ast.Attribute() as node:
-                setattr(self._found(node.value), node.attr, value)
+                setattr(_found(node.value, self._scope, self._globals), node.attr, value)
             case ast.Subscript() as node:
-                self._found(node.value)[self._found(node.slice)] = value
+                place = _found(node.slice, self._scope, self._globals)
+                _found(node.value, self._scope, self._globals)[place] = value
+
+
+def _present(place: ast.expr, scope: Mapping[str, Any], variables: Mapping[str, Any]) -> Any:
+    """Return what is at one of Dynamo's names now."""
+    try:
+        return _found(place, scope, variables)
+    except _NO_PLACE:
+        return _MISSING
+
+
+def _found(node: ast.expr, scope: Mapping[str, Any], variables: Mapping[str, Any]) -> Any:
+    def of(node: ast.expr) -> Any:
+        return _found(node, scope, variables)
+
+    match node:
+        case ast.Name("L"):
+            return scope
+        case ast.Name("G"):
+            return variables
+        case ast.Attribute():
+            return getattr(of(node.value), node.attr)
+        case ast.Constant():
+            return node.value
+        case ast.Subscript():
+            return of(node.value)[of(node.slice)]
+        case ast.Call(ast.Name("list"), [items]):
+            return list(of(items))
+        case ast.Call(ast.Attribute(ast.Name("dict"), "keys"), [items]):
+            return dict.keys(of(items))
+    raise ValueError(f"no place: {ast.dump(node)}")
 
 
 def _all(value: Any) -> Iterator[Any]:

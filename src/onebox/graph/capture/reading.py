@@ -1,7 +1,8 @@
 """Dynamo reads the code of a step: all of Python's state that it depends on, and how it was read.
 
-This file alone touches Dynamo's capture and its guards, internals of PyTorch. Dynamo makes a graph, too, which is
-thrown away: :mod:`onebox.graph.capture.joint` traces faster, and what else a step needs.
+This file, and for layers :mod:`onebox.graph.capture.equal_layers`, touch Dynamo's capture and its guards, internals of
+PyTorch. Dynamo makes a graph, too, which is thrown away: :mod:`onebox.graph.capture.joint` traces faster, and what else
+a step needs.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from torch.utils import _pytree as pytree
 from torch.utils import checkpoint
 
 from onebox.errors import CaptureError
-from onebox.graph.capture.guards import OF_BACKWARD, Guards, changing
+from onebox.graph.capture.equal_layers import EqualLayers
+from onebox.graph.capture.guards import OF_BACKWARD, Guards, LayerGuards, changing
 from onebox.graph.capture.locate import at_line, place_of_error
 
 _OF_A_STEP = frozenset({
@@ -74,6 +76,11 @@ def _step(model: Any, loss: Any, metrics: Any, on_device: Any, inputs: Any, targ
         metric(outputs, targets)
 
 
+def _call_layer(layer: Any, inputs: Any) -> None:
+    args, kwargs = inputs
+    layer(*args, **kwargs)
+
+
 def _call(hook: Any, inputs: Any) -> None:
     hook(*inputs)
 
@@ -116,6 +123,7 @@ def read_step(
             moved=moved,
             symbolic=symbolic,
             counters=frozenset(counters),
+            owners=() if symbolic or counters else owners,
         )
 
     with _without_hooks_of_backward(owners):
@@ -177,6 +185,7 @@ def _read(
     moved: bool = False,
     symbolic: bool = False,
     counters: frozenset[str] = frozenset(),
+    owners: Sequence[nn.Module] = (),
 ) -> Guards:
     """Let Dynamo read a function of this file with all that it calls.
 
@@ -188,27 +197,21 @@ def _read(
         moved: Likewise.
         symbolic: Likewise.
         counters: Integers, by Dynamo's names, for whose values symbols stand.
+        owners: Modules of whose equal layers one is read.
     """
     from torch._dynamo import config
-    from torch._dynamo.convert_frame import fullgraph_capture
-    from torch._dynamo.guards import GuardBuilder
-    from torch._dynamo.hooks import Hooks
     from torch._dynamo.utils import get_metrics_context
 
-    read: dict[str, Any] = {}
-    key: set[str] = set()
+    variables: dict[str, Any] = {"__name__": __name__, "__builtins__": __builtins__}
+    options: Any = {"variables": variables, "evaluated": evaluated, "moved": moved}
 
-    def wanted(entries: Sequence[Any]) -> list[bool]:
-        chosen = [_is_of_python(entry, evaluated=evaluated) for entry in entries]
-        for entry, keep in zip(entries, chosen, strict=True):
-            if keep:
-                read[entry.orig_guard.name] = entry.value if entry.has_value else None
-                key.update(entry.orig_guard.code_list or ())
-            elif array := _ARRAY.match(entry.orig_guard.name):
-                read.setdefault(array[1], None)
-        return chosen
+    def read_layer(layer: nn.Module, inputs: tuple[Any, Any]) -> LayerGuards:
+        made = _Capture(_call_layer, {"layer": layer, "inputs": inputs}, **options)
+        manager = made.guards(lambda name: "L['inputs']" not in name)
+        own = made.guards(lambda name: "L['layer']" in name and "L['inputs']" not in name)
+        return LayerGuards(manager, own, variables, made.read, made.tensors, frozenset(made.key), layer)
 
-    alone = types.FunctionType(function.__code__, {"__name__": __name__, "__builtins__": __builtins__})
+    equal = EqualLayers(owners, read_layer)
     with (
         config.patch({**_SETTINGS, "ignore_logging_functions": _logging()}),
         torch.compiler.config.patch(dynamic_sources=",".join(map(re.escape, counters))),  # type: ignore[attr-defined]
@@ -220,24 +223,79 @@ def _read(
         _any_globals(),
         _checkpoints_read(),
     ):
-        whole: Any = fullgraph_capture(alone, tuple(given.values()))
-        captured = whole.graph_capture_output
-        graph = captured.output_graph
-        graph.skip_guards_check = True  # they hold for other inputs, too
-        for guard in () if moved else list(graph.guards):
-            if guard.create_fn_name() == "TENSOR_MATCH" and not _ELSEWHERE.search(guard.name):
-                graph.guards.add(guard.originating_source.make_guard(GuardBuilder.ID_MATCH))
-        effects = _effects(whole, counters)
-        batch = _sizes_served(graph.shape_env) if symbolic else lambda size: False
-        manager = captured.build_guards(alone.__code__, Hooks(guard_filter_fn=wanted)).guard_manager
+        with equal.standing_in():
+            made = _Capture(function, given, **options)
+        effects = _effects(made.whole, counters)
+        batch = _sizes_served(made.graph.shape_env) if symbolic else lambda size: False
+        manager = made.guards(lambda name: True)
     empty = {
         name: pytree.tree_map_only(Tensor, lambda x: x.new_empty(0), given[name]) for name in _EXAMPLE & given.keys()
     }
     scope = {**given, **empty}
-    made = Guards(manager, scope, alone.__globals__, read, frozenset(key), example, batch, counters)
+    layers = equal.called.values()
+    guards = Guards(manager, scope, variables, made.read, frozenset(made.key), example, batch, counters, layers)
     if effects is not None:
-        made.effects = functools.partial(effects, *scope.values())
-    return made
+        guards.effects = functools.partial(effects, *scope.values())
+    return guards
+
+
+class _Capture:
+    """What Dynamo has read of a function of this file.
+
+    Args:
+        function: The function.
+        given: Its arguments, by name.
+        variables: Its globals, to which Dynamo adds.
+        evaluated: As for :func:`read_step`.
+        moved: Likewise.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., None],
+        given: Mapping[str, Any],
+        *,
+        variables: dict[str, Any],
+        evaluated: bool,
+        moved: bool,
+    ) -> None:
+        from torch._dynamo.convert_frame import fullgraph_capture
+        from torch._dynamo.guards import GuardBuilder
+
+        self._code, self._evaluated = function.__code__, evaluated
+        self.read: dict[str, Any] = {}
+        self.tensors: set[str] = set()
+        self.key: set[str] = set()
+        self.whole: Any = fullgraph_capture(types.FunctionType(self._code, variables), tuple(given.values()))
+        self.graph = self.whole.graph_capture_output.output_graph
+        self.graph.skip_guards_check = True  # they hold for other inputs, too
+        for guard in () if moved else list(self.graph.guards):
+            if guard.create_fn_name() == "TENSOR_MATCH" and not _ELSEWHERE.search(guard.name):
+                self.graph.guards.add(guard.originating_source.make_guard(GuardBuilder.ID_MATCH))
+
+    def guards(self, about: Callable[[str], bool]) -> Any:
+        """Return Dynamo's guards of Python's state, and note what they compare.
+
+        Args:
+            about: Returns whether those of one of Dynamo's names are wanted.
+        """
+        from torch._dynamo.hooks import Hooks
+
+        def wanted(entries: Sequence[Any]) -> list[bool]:
+            named = [(entry, entry.orig_guard.name) for entry in entries]
+            chosen = [about(name) and _is_of_python(entry, evaluated=self._evaluated) for entry, name in named]
+            for (entry, name), keep in zip(named, chosen, strict=True):
+                if keep:
+                    self.read[name] = entry.value if entry.has_value else None
+                    self.key.update(entry.orig_guard.code_list or ())
+                elif array := _ARRAY.match(name):
+                    self.read.setdefault(array[1], None)
+                elif about(name) and entry.guard_type == "TENSOR_MATCH":
+                    self.tensors.add(name)
+            return chosen
+
+        captured = self.whole.graph_capture_output
+        return captured.build_guards(self._code, Hooks(guard_filter_fn=wanted)).guard_manager
 
 
 def _effects(whole: Any, counters: frozenset[str]) -> Callable[..., object] | None:

@@ -14,6 +14,7 @@ import threading
 import types
 import weakref
 from collections.abc import Callable
+from itertools import cycle
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,8 @@ from onebox.graph.capture.export import capture
 from onebox.graph.capture.guards import Guards
 
 EXAMPLE = torch.zeros(3, 4), torch.zeros(3, 4)
+LAYERS = 5
+"""Enough equal ones that Dynamo reads one of them by itself."""
 
 
 class Model(nn.Module):
@@ -379,14 +382,17 @@ READ: dict[str, Case] = {
 
 
 @pytest.mark.feature("Trainer: Follow changes of all that the model's code reads of Python")
-@pytest.mark.parametrize("kind", READ)
-def test_a_change_of_what_forward_reads_is_noticed(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, change = READ[kind](monkeypatch)
-    captured = capture(model, mse_loss, EXAMPLE)
-    assert captured.unread is None
-    assert captured.watch.changed is None
-    change()
-    assert captured.watch.changed is not None
+@pytest.mark.parametrize(("kind", "place"), zip(READ, cycle((0, LAYERS // 2, LAYERS - 1)), strict=False))
+def test_a_change_of_what_forward_reads_is_noticed(kind: str, place: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    models, changes = zip(*(READ[kind](monkeypatch) for _ in range(LAYERS)), strict=True)
+    both = [capture(model, mse_loss, EXAMPLE) for model in (models[place], nn.Sequential(*models))]
+    assert len(both[1].watch.guards[0].equal_layers) >= LAYERS - 1
+    for captured in both:
+        assert captured.unread is None
+        assert captured.watch.changed is None
+    changes[place]()
+    for captured in both:
+        assert captured.watch.changed is not None
 
 
 def draws(self: Any, y: Tensor) -> Tensor:

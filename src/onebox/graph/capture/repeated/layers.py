@@ -122,7 +122,7 @@ class RepeatedLayers:
         within: Callable[[LayerStack], contextlib.AbstractContextManager[Any]],
         restored: Callable[[Callable[[], LayerTrace]], LayerTrace],
     ) -> None:
-        self._layers = _repeated(model, places)
+        self._layers = repeated(model, places)
         self._stack, self._within, self._restored = stack, within, restored
         self._recorder: Recorder | None = None
         self._used = self._within_layer = False
@@ -322,7 +322,7 @@ class RepeatedLayers:
             put_copies(graph, self._copies)
 
 
-def _repeated(model: nn.Module, places: Places) -> list[_Layer]:
+def repeated(model: nn.Module, places: Places) -> list[_Layer]:
     """Return the outermost modules, of several modules each, of which there are several alike."""
     paths = {module: path for path, module in model.named_modules()}
     held: dict[int, list[tuple[dict[str, Any], str]]] = defaultdict(list)
