@@ -63,6 +63,31 @@ def counter_as_an_attribute(way: Way) -> None:
     train(way, Between(counted))
 
 
+class Scaled(nn.Module):
+    """A layer of which a stack has equal ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(8, 8)
+        self.k = 1.0
+
+    def forward(self, h: Tensor) -> Tensor:
+        """Map [B, 8] to [B, 8]."""
+        return h + self.k * self.line(h).tanh()
+
+
+@case()
+def equal_layers_of_which_some_change(way: Way) -> None:
+    model = nn.Sequential(*(Scaled() for _ in range(5)), nn.Linear(8, 4))
+    places = {1: 0, 2: 2, 3: 4}
+
+    def change(step: int, loop: Loop) -> None:
+        if step in places:
+            model[places[step]].k = 1.5
+
+    train(way, model, before=change)
+
+
 class Warmed(nn.Module):
     """A factor that grows with each call."""
 

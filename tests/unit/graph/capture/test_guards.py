@@ -382,7 +382,7 @@ READ: dict[str, Case] = {
 
 
 @pytest.mark.feature("Trainer: Follow changes of all that the model's code reads of Python")
-@pytest.mark.parametrize(("kind", "place"), zip(READ, cycle((0, LAYERS // 2, LAYERS - 1)), strict=False))
+@pytest.mark.parametrize(("kind", "place"), list(zip(READ, cycle((0, LAYERS // 2, LAYERS - 1)), strict=False)))
 def test_a_change_of_what_forward_reads_is_noticed(kind: str, place: int, monkeypatch: pytest.MonkeyPatch) -> None:
     models, changes = zip(*(READ[kind](monkeypatch) for _ in range(LAYERS)), strict=True)
     both = [capture(model, mse_loss, EXAMPLE) for model in (models[place], nn.Sequential(*models))]
