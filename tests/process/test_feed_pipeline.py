@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import socket
@@ -10,6 +11,7 @@ import sys
 import threading
 import time
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -210,12 +212,12 @@ def test_a_process_that_hangs_is_named_and_killed():
 
 def test_without_whoever_forks_there_is_an_error():
     before = {child.pid for child in feed_children()}  # of earlier tests: what forks programs, or workers
-    with Pipeline(range(1000), [StageSpec("process", lambda number: number, 1, "processes")]) as ready:
+    with Pipeline(itertools.count(), [StageSpec("process", lambda number: number, 1, "processes")]) as ready:
         next(ready)
         (server,) = {child.ppid() for child in feed_children() if child.pid not in before} - {os.getpid()}
         os.kill(server, signal.SIGKILL)
         with pytest.raises(DataError, match=r"^process failed at item \d+: the process that forks its processes has"):
-            list(ready)
+            deque(ready, maxlen=0)
 
 
 def feed_children() -> list[psutil.Process]:
