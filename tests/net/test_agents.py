@@ -14,7 +14,7 @@ from tests.net.fleet import GRACE_S, Fleet
 from tests.net.hosts import Network, cut
 from tests.net.training import NARROW, batch, parts
 
-AWAY_S = 2.0
+AWAY_S = 4.0
 
 
 def steps(trainer: onebox.Trainer, count: int) -> None:
