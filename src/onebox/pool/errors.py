@@ -157,7 +157,7 @@ class DelayedPeerErrors:
     Pure but for the futures that it completes: the time is an argument.
     """
 
-    held: list[tuple[float, Future[Any], PeerLost]] = field(default_factory=list)
+    _held: list[tuple[float, Future[Any], PeerLost]] = field(default_factory=list)
     _failed_s: float | None = None
 
     def complain(self, future: Future[Any], error: PeerLost, now_s: float) -> None:
@@ -165,7 +165,7 @@ class DelayedPeerErrors:
         if self._failed_s is not None and now_s - self._failed_s < CAUSE_S:
             fail(future, error)
         else:
-            self.held.append((now_s + CAUSE_S, future, error))
+            self._held.append((now_s + CAUSE_S, future, error))
 
     def failed(self, now_s: float) -> None:
         """Note that a worker has failed by itself, which :func:`raise_first` prefers to an error about a lost peer."""
@@ -174,16 +174,16 @@ class DelayedPeerErrors:
 
     def ended(self, error: OneboxError) -> None:
         """Note the end of a worker, the cause for all held-back futures."""
-        for _, future, _ in self.held:
+        for _, future, _ in self._held:
             fail(future, error)
-        self.held.clear()
+        self._held.clear()
 
     def release(self, now_s: float) -> None:
         """Fail the futures that have waited long enough."""
-        for end_s, future, error in self.held:
+        for end_s, future, error in self._held:
             if now_s >= end_s:
                 fail(future, error)
-        self.held = [held for held in self.held if now_s < held[0]]
+        self._held = [held for held in self._held if now_s < held[0]]
 
 
 def fail(future: Future[Any], error: BaseException) -> None:

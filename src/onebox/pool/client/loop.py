@@ -48,8 +48,7 @@ from onebox.wire.protocol.responses import (
 _T = TypeVar("_T")
 
 _TICK_MS = 250
-_IDLE_TICK_MS = 1000
-"""Longest pause of the loop, and the same where no reply is awaited and no worker is silent."""
+"""Longest pause of the loop: what a worker sends without completing a message is looked at as often."""
 
 _JOIN_S = 10.0
 
@@ -114,7 +113,6 @@ class ClientLoop:
         self._closed = False
         self._liveness = Liveness(patience_s or {})
         self._next_check_s = -math.inf
-        self._any_silent = False
         self._groups = GroupServices()
         self._relay = Relay()
         self._foreign, self._next_foreign_s = 0, -math.inf
@@ -379,9 +377,7 @@ class ClientLoop:
         self._pending.release(now_s)
         for worker, hosted in self._hosted.items():
             self._liveness.overhear(worker, hosted.heard_s)
-        silent = self._liveness.silent(now_s)
-        self._any_silent = bool(silent)
-        for worker in silent:
+        for worker in self._liveness.silent(now_s):
             handle = self._connections[worker].handle
             if isinstance(handle, LocalWorker):
                 reads, waits = handle.disk_reads()
@@ -449,12 +445,11 @@ class ClientLoop:
 
     def _patience_ms(self) -> int:
         """Return the poll timeout: until the next message is to be sent again, at most a tick."""
-        tick_ms = _TICK_MS if self._any_silent or self._pending.any else _IDLE_TICK_MS
         due_s = min((connection.link.due_s for connection in self._resending), default=math.inf)
         if due_s == math.inf:
-            return tick_ms
+            return _TICK_MS
         wait_s = max(0.0, due_s - time.monotonic())
-        return math.ceil(1000 * min(wait_s, tick_ms / 1000))
+        return math.ceil(1000 * min(wait_s, _TICK_MS / 1000))
 
     def _send_posted(self) -> None:
         for _ in range(len(self._outbox)):  # others may go on to post

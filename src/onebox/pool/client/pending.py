@@ -37,11 +37,6 @@ class PendingReplies:
         mended."""
         return next(iter(self._errors.copy().values()), None)
 
-    @property
-    def any(self) -> bool:
-        """True if a reply is awaited, or held back."""
-        return bool(self.futures or self._complaints.held)
-
     def domain(self, worker: int) -> int:
         """Return the fault domain of a worker."""
         return self.domains.get(worker, 0)
