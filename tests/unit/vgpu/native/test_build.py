@@ -106,6 +106,7 @@ def test_a_folder_that_cannot_be_used_is_one_error(tmp_path: Path, compiler: Pat
         build.compiled()
 
 
+@pytest.mark.long  # three processes import PyTorch
 def test_processes_at_the_same_time_compile_once(compiler: Path, held: Callable[[], None]) -> None:
     command = [sys.executable, "-c", "from onebox.vgpu.native import build; print(build.compiled())"]
     running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=dict(os.environ)) for _ in range(3)]

@@ -51,11 +51,13 @@ def found() -> dict[str, str]:
     return run_checks()
 
 
+@pytest.mark.long  # the first of them compiles the device
 @pytest.mark.parametrize("name", NAMES)
 def test_the_device_in_a_process_of_its_own(name: str, found: dict[str, str]) -> None:
     assert found[name] == "", found[name]
 
 
+@pytest.mark.soak
 def test_every_operator_of_the_database() -> None:
     name = "operators_have_the_values_of_the_host"
     assert run_checks(name, every=1) == {name: ""}
