@@ -453,7 +453,7 @@ class Pool:
             self._client_loop.interrupt(worker, own)
 
     def silence_s(self, worker: int) -> float:
-        """Return the seconds since a worker was last heard; each sends a heartbeat every half second."""
+        """Return the seconds since a worker was last heard; each sends a heartbeat once a second at least."""
         return self._client_loop.silence_s(worker)
 
     def memory(self, worker: int) -> WorkerMemory:

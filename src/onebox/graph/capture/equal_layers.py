@@ -43,7 +43,7 @@ class _Constant:
 
 @dataclass
 class _Reading:
-    """What one layer does, and the guards of that; none where no operator can stand for it."""
+    """Results of one layer, and the guards of its code; none where no operator can stand for it."""
 
     layer: nn.Module
     guards: LayerGuards | None = None

@@ -240,7 +240,7 @@ def _read(
 
 
 class _Capture:
-    """What Dynamo has read of a function of this file.
+    """Dynamo's reading of a function of this file.
 
     Args:
         function: The function.

@@ -127,7 +127,7 @@ class ReceivedMessage(NamedTuple):
 
 
 class _Channel:
-    """What has come by one channel, by order."""
+    """Messages that have come by one channel, by order."""
 
     __slots__ = ("asked", "came", "counted_bytes", "forgotten", "messages", "part", "read_bytes")
 
