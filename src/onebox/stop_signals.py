@@ -230,17 +230,18 @@ def handling(handler: Callable[[int, FrameType | None], object]) -> Iterator[dic
             signal.signal(number, before[number])
             signal.raise_signal(number)
 
-    if threading.current_thread() is threading.main_thread():
-        for number in END_SIGNALS:
-            earlier = signal.getsignal(number)
-            if earlier not in (signal.SIG_IGN, None):  # None: not set by Python
-                before[number] = earlier
-                signal.signal(number, handle)
-    try:
+    def restore(number: int) -> None:
+        signal.signal(number, before[number])
+
+    with contextlib.ExitStack() as undo:
+        if threading.current_thread() is threading.main_thread():
+            for number in END_SIGNALS:
+                earlier = signal.getsignal(number)
+                if earlier not in (signal.SIG_IGN, None):  # None: not set by Python
+                    before[number] = earlier
+                    undo.callback(restore, number)  # first: a signal of another kind may end this here
+                    signal.signal(number, handle)
         yield before
-    finally:
-        for each, earlier in before.items():
-            signal.signal(each, earlier)
 
 
 def exit_status(number: int) -> int:

@@ -123,6 +123,21 @@ def test_nothing_happens_in_another_thread() -> None:
     assert found == [False]
 
 
+def test_a_signal_that_comes_while_handlers_are_set_leaves_the_earlier_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_handler = signal.signal
+
+    def interrupted(number: int, handler: object) -> object:
+        if number == signal.SIGTERM and handler is not signal.SIG_DFL:
+            raise KeyboardInterrupt
+        return set_handler(number, handler)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(signal, "signal", interrupted)
+    with pytest.raises(KeyboardInterrupt), handling(lambda *_: None):
+        pass
+    monkeypatch.undo()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
 @pytest.mark.parametrize("within_s", [-1.0, math.inf, math.nan])
 def test_times_that_are_none(within_s: float) -> None:
     with pytest.raises(UsageError, match="within_s"):

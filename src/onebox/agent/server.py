@@ -212,7 +212,7 @@ class Agent:
             self._handshakes = HandshakeMonitor(self._report)
             self._mail = SessionChannel(self._socket, name_of, self._leases.busy, self._report, self._watch)
             self._lease_service = LeaseService(self._leases, self._workers, self._mail.send, self._report)
-        except BaseException:
+        except Exception:  # not Ctrl-C, which may leave a socket that nobody has and its context's end would wait for
             os.close(self._bell)
             self._context.destroy(linger=0)
             raise

@@ -195,8 +195,8 @@ def connect_pool(
         handles = [handle for handle, _ in started]
         client_loop = ClientLoop(mine, len(handles), patience_s)
         undo.callback(client_loop.stop)
-        hellos = [client_loop.connect(handle, key) for handle, key in started]
         client_loop.start()
+        hellos = [client_loop.connect(handle, key) for handle, key in started]
         devices = [welcome(handle, hello) for handle, hello in zip(handles, hellos, strict=True)]
         for source in sources:
             source.connected()

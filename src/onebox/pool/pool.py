@@ -609,7 +609,7 @@ class Pool:
         hellos: dict[int, Future[Hello]] = {}
         for worker, new in started.items():
             with contextlib.suppress(OneboxError):  # it has ended since
-                hellos[worker] = self._client_loop.replace(new.handle, new.key)
+                hellos[worker] = self._client_loop.connect(new.handle, new.key)
         for worker, hello in hellos.items():
             new = started[worker]
             with contextlib.suppress(OneboxError):

@@ -122,7 +122,7 @@ class _Recovery:
         self.missing.clear()
         for worker, (handle, key) in started.items():
             try:
-                hello = self._client_loop.replace(handle, key)
+                hello = self._client_loop.connect(handle, key)
                 self.devices[worker] = welcome(handle, hello)
             except OneboxError:
                 if worker not in self._client_loop.lost:  # a worker that was never connected, or did not say hello

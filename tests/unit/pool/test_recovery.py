@@ -58,7 +58,7 @@ class FakeBoard:
         self.late = (self.late - {worker}) | self.always_late
         return {100 + worker: self.together}
 
-    def replace(self, member: Any, key: str) -> Future[Any]:
+    def connect(self, member: Any, key: str) -> Future[Any]:
         if member.place.worker in self.refuses:
             raise DIED
         return Future()

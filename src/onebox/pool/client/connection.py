@@ -32,6 +32,7 @@ from onebox.wire import (
 from onebox.wire.protocol.groups import LeaveGroup
 from onebox.wire.protocol.requests import Envelope, ReadClock
 from onebox.wire.protocol.responses import Hello, LinkTraffic, Result
+from onebox.worker import Ports
 
 HEARTBEATS = 16
 """Most heartbeats of a worker that are processed in one turn of the client's loop."""
@@ -73,25 +74,22 @@ class WorkerConnection:
     Args:
         context: ZeroMQ context of the sockets.
         handle: Handle of the worker's process.
+        ports: The worker's endpoints.
         keys: The client's keys.
         server_key: The worker's public key.
         message_bytes: Most bytes that may come without a complete message, and most of answers that may wait until the
             worker takes them.
-
-    Raises:
-        PoolError: The worker could not be started.
-        WorkerDied: It ended during the start.
     """
 
     def __init__(
         self,
         context: zmq.Context[zmq.Socket[bytes]],
         handle: WorkerHandle,
+        ports: Ports,
         keys: KeyPair,
         server_key: str,
         message_bytes: int,
     ) -> None:
-        ports = handle.ports()
         self.handle = handle
         self.place = handle.place
         self.hello: Future[Hello] = Future()

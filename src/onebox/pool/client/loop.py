@@ -44,6 +44,7 @@ from onebox.wire.protocol.responses import (
     WorkerMemory,
     WorkerMessage,
 )
+from onebox.worker import Ports
 
 _T = TypeVar("_T")
 
@@ -110,6 +111,8 @@ class ClientLoop:
         self.memory: dict[int, WorkerMemory] = {}
         """Memory of buffers of each worker, from its last heartbeat."""
         self._stopping = False
+        self._serving = False
+        """True once the thread runs; whoever starts it may be interrupted before knowing that."""
         self._closed = False
         self._liveness = Liveness(patience_s or {})
         self._next_check_s = -math.inf
@@ -122,15 +125,20 @@ class ClientLoop:
 
     # ---- called by other threads
 
-    def connect(self, handle: WorkerHandle, server_key: str) -> Future[Hello]:
-        """Connect to a worker, before :meth:`start`; the future holds its hello message, once all its sockets work."""
-        connection = WorkerConnection(self._context, handle, self._keys, server_key, self._message_bytes)
-        self._keep(connection)
-        return connection.hello
-
     def start(self) -> None:
         """Start the thread."""
         self._thread.start()
+
+    def connect(self, handle: WorkerHandle, server_key: str) -> Future[Hello]:
+        """Connect to a worker, or to the replacement of a dropped one; the future holds its hello message, once all its
+        sockets work.
+
+        Raises:
+            OneboxError: The worker could not be started, or the pool is closed.
+        """
+        ports = handle.ports()
+        self._gone.pop(handle.place.worker, None)
+        return self._call_in_loop(lambda poller: self._connect(handle, ports, server_key, poller))
 
     def post(
         self,
@@ -226,13 +234,6 @@ class ClientLoop:
         """
         return self._call_in_loop(lambda poller: self._drop(worker, poller))
 
-    def replace(self, handle: WorkerHandle, server_key: str) -> Future[Hello]:
-        """Connect to the replacement of a dropped worker; the future holds its hello message."""
-        connection = WorkerConnection(self._context, handle, self._keys, server_key, self._message_bytes)
-        self._gone.pop(handle.place.worker, None)
-        self._call_in_loop(lambda poller: self._add(connection, poller))
-        return connection.hello
-
     def give_up(self, worker: int, error: OneboxError) -> None:
         """Mark a worker as lost."""
         self._call_in_loop(lambda _: self._lost(self._connections[worker], error))
@@ -255,7 +256,7 @@ class ClientLoop:
         self._call_in_loop(lambda _: self._dissolve(groups))
 
     def miss(self, worker: int, error: OneboxError) -> None:
-        """Note that a dropped worker is not replaced, until :meth:`replace` is called for it."""
+        """Note that a dropped worker is not replaced, until :meth:`connect` is called for it."""
         self._gone[worker] = error
 
     @property
@@ -305,9 +306,9 @@ class ClientLoop:
                     self._outbox.append((worker, [header]))
             self._pending.close(self._closing_error())
             self._wake()
-        if self._thread.ident is not None:
+        if self._serving:
             self._thread.join(timeout=_JOIN_S)
-        if not self._thread.is_alive():  # a hung thread still uses the sockets, and closes them when it ends
+        if not self._serving or not self._thread.is_alive():  # a hung thread closes them at its end
             self._close()
         self._pending.give_up(self._closing_error())
 
@@ -332,6 +333,10 @@ class ClientLoop:
     # ---- the thread
 
     def _run(self) -> None:
+        with self._lock:
+            if self._stopping:  # it was stopped before this thread began
+                return
+            self._serving = True
         try:
             self._serve()
         finally:
@@ -342,8 +347,6 @@ class ClientLoop:
         poller = SocketPoller()
         try:
             poller.register(self._wakeup.descriptor, None)
-            for connection in self._connections.values():
-                connection.register(poller)
             while not self._stopping:
                 ready = poller.poll(self._patience_ms())
                 if None in ready:
@@ -431,17 +434,18 @@ class ClientLoop:
         """Return whether a connection has not been dropped."""
         return self._connections.get(connection.place.worker) is connection
 
-    def _keep(self, connection: WorkerConnection) -> None:
-        worker, handle = connection.place.worker, connection.handle
+    def _connect(self, handle: WorkerHandle, ports: Ports, server_key: str, poller: SocketPoller) -> Future[Hello]:
+        """Make the sockets to a worker, here rather than in a thread that Ctrl-C may interrupt: the end of a context
+        would wait for a socket that it made and nobody has."""
+        connection = WorkerConnection(self._context, handle, ports, self._keys, server_key, self._message_bytes)
+        worker = connection.place.worker
         self._connections[worker] = connection
         if connection.link.keeps:
             self._resending.append(connection)
         if isinstance(handle, HostedWorker):
             self._hosted[worker] = handle
-
-    def _add(self, connection: WorkerConnection, poller: SocketPoller) -> None:
-        self._keep(connection)
         connection.register(poller)
+        return connection.hello
 
     def _patience_ms(self) -> int:
         """Return the poll timeout: until the next message is to be sent again, at most a tick."""

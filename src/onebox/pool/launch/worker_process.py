@@ -52,8 +52,8 @@ class WorkerProcess:
         spawner: WorkerSpawner | None = None,
     ) -> None:
         self.place = place
-        self._stderr = StderrTail()
         environment = worker_environment(config.threads, account)
+        self._stderr = StderrTail()
         try:
             forked = None if spawner is None else spawner.spawn_worker(environment, self._stderr.inlet, account)
             self._process: subprocess.Popen[bytes] | ForkedWorker = forked or self._start(environment, account)
@@ -64,21 +64,21 @@ class WorkerProcess:
         assert self._process.stdin is not None and self._process.stdout is not None
         try:
             self.descriptor = forked.descriptor if forked else os.pidfd_open(self._process.pid)
-        except OSError:  # this process has as many descriptors as it may
+        except BaseException:  # such as OSError: this process has as many descriptors as it may
             self._process.stdin.close()
             self._process.stdout.close()
             end_process(self._process, str(place), grace_s=0.0)
             self._stderr.close()
             raise
+        self._output = b""
         try:
             self.limit()
-        except OSError:
+            with contextlib.suppress(BrokenPipeError):
+                self._process.stdin.write(msgspec.json.encode(config) + b"\n")
+                self._process.stdin.flush()
+        except BaseException:
             self.close(grace_s=0.0)
             raise
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.write(msgspec.json.encode(config) + b"\n")
-            self._process.stdin.flush()
-        self._output = b""
 
     def _start(self, environment: dict[str, str], account: WorkerUser | None) -> subprocess.Popen[bytes]:
         """Start the process from scratch."""

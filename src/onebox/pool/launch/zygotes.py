@@ -111,16 +111,17 @@ class ZygoteProcess(ForkServerClient):
         """
         user = None if account is None else (account.user, account.group, account.groups)
         with contextlib.ExitStack() as theirs, contextlib.ExitStack() as ours:
-            read, stdin = os.pipe()
+            read, into = os.pipe()
+            stdin = ours.enter_context(open(into, "wb"))  # files at once: whatever interrupts this closes them
             theirs.callback(os.close, read)
-            ours.callback(os.close, stdin)
-            stdout, written = os.pipe()
+            outlet, written = os.pipe()
+            stdout = ours.enter_context(open(outlet, "rb", buffering=0))
             theirs.callback(os.close, written)
-            ours.callback(os.close, stdout)
             cores = sorted(os.sched_getaffinity(0))
             forked = self.spawn((read, written, stderr.fileno()), cores=cores, user=user, within_s=within_s)
+            worker = ForkedWorker(forked, stdin, stdout)
             ours.pop_all()
-        return ForkedWorker(forked, open(stdin, "wb"), open(stdout, "rb", buffering=0))
+        return worker
 
     def close(self) -> None:
         """Kill it: it has nothing to finish. Idempotent."""

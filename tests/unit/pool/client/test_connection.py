@@ -81,9 +81,9 @@ def serving(*workers: Worker) -> Iterator[ClientLoop]:
     """Give a client's loop that is connected to workers; all are closed afterwards."""
     loop = ClientLoop(CLIENT, workers=len(workers))
     try:
+        loop.start()
         for worker in workers:
             loop.connect(worker, KEYS.public)
-        loop.start()
         yield loop
     finally:
         loop.stop()
@@ -100,7 +100,7 @@ def filled(socket: zmq.Socket[bytes], message: bytes, count: int) -> None:
 def test_heartbeats_and_messages_of_one_turn_are_bounded(folder: str) -> None:
     worker = Worker(folder=folder)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    connection = WorkerConnection(context, worker, CLIENT, KEYS.public, 1 << 30)
+    connection = WorkerConnection(context, worker, worker.ports(), CLIENT, KEYS.public, 1 << 30)
     poller = SocketPoller()
     connection.register(poller)
     try:
@@ -139,9 +139,9 @@ def test_a_worker_that_floods_the_client_delays_no_other(folder: str) -> None:
 
     flooding = threading.Thread(target=flood)
     try:
+        loop.start()
         for worker in (bad, good):
             loop.connect(worker, KEYS.public)
-        loop.start()
         flooding.start()
         time.sleep(0.3)
         slowest_s = 0.0
@@ -171,9 +171,9 @@ def test_a_reply_that_came_with_the_end_of_another_worker_counts(folder: str) ->
         free.wait(60)
 
     try:
+        loop.start()
         for worker in (ends, answers):
             loop.connect(worker, KEYS.public)
-        loop.start()
         loop.post(1, [Ask("scalars", ())], answer=True).add_done_callback(work)
         future = loop.post(1, [Ask("scalars", ())], answer=True)
         answers.reply(1)
@@ -204,8 +204,8 @@ def test_sockets_that_a_thread_still_uses_are_left_to_it(folder: str, monkeypatc
         before = descriptors()
         with nothing_left():
             loop = ClientLoop(CLIENT)
-            loop.connect(worker, KEYS.public)
             loop.start()
+            loop.connect(worker, KEYS.public)
             loop.post(0, [Ask("scalars", ())], answer=True).add_done_callback(hang)
             worker.reply(1)
             assert hangs.wait(20)
@@ -246,8 +246,8 @@ def test_a_worker_that_never_completes_a_message_is_given_up(channel: str, monke
     worker = Worker()
     loop = ClientLoop(CLIENT)
     try:
-        hello = loop.connect(worker, KEYS.public)
         loop.start()
+        hello = loop.connect(worker, KEYS.public)
         link = Reliable(7)
         link.post([encode(Left(99))])
         (parcel,) = link.outgoing(time.monotonic())
@@ -338,7 +338,7 @@ def test_a_dropped_worker_is_sent_nothing_again_and_its_host_is_not_listened_to(
         loop.give_up(0, WorkerDied("it died"))
         loop.drop(0)
         looks = remote.looks
-        loop.replace(new, KEYS.public)
+        loop.connect(new, KEYS.public)
         assert loop.mend()
         for worker in (new, other):
             loop.post(worker.place.worker, [Ask("scalars", ())])
