@@ -51,6 +51,8 @@ class KernelSpec(WireStruct, frozen=True, tag="kernel"):
         outs: For each returned tensor, with lists flattened: its layout, if a call keeps it under the next of its
             output numbers; ``None`` for one that is an argument, undefined, or unused. A new tensor with other strides
             is converted to this layout.
+        views: For each input, its layout if it is a view of its buffer, whose offset counts from the first element of
+            the buffer, in elements of the view; empty if none is.
     """
 
     name: str
@@ -59,6 +61,7 @@ class KernelSpec(WireStruct, frozen=True, tag="kernel"):
     inputs: int
     floats: int
     outs: tuple[Strided | None, ...] = ()
+    views: tuple[Strided | None, ...] = ()
 
 
 class TapeSpec(WireStruct, frozen=True, tag="tape"):

@@ -15,7 +15,7 @@ from onebox.wire.protocol.groups import FormGroup, LeaveGroup, Reduced, Rendezvo
 from onebox.wire.protocol.instructions import GroupDelays, Options, Step
 from onebox.wire.protocol.snapshots import SlotInstruction, StateEntry
 
-PROTOCOL = 24
+PROTOCOL = 25
 """Version of the messages in this folder and of ``program.py``; client and worker must agree."""
 
 

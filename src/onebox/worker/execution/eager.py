@@ -55,6 +55,8 @@ class EagerContext:
         tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
         if kernel.needs_values and self.device.device.type == "meta":
             return NoValues(spec_of(tensors[0]) if tensors else TensorSpec("float32", ()))
+        with contextlib.suppress(RuntimeError):  # the error itself, where a view could not be made
+            tensors = kernel.seen(tensors)
         failed = OperatorFailed(kernel.name, describe(tensors))
         failed.__cause__ = error
         return failed

@@ -164,9 +164,9 @@ class CompiledKernel:
     """
 
     __slots__ = (
-        "_dtype", "_listed", "_outs", "_shape", "_strides", "constants", "flat", "floats", "fresh", "inputs", "keep",
-        "name", "needs_values", "new_bytes", "outputs", "pick", "plain", "reserves", "resizes", "returns", "run",
-        "single", "views", "writes",
+        "_dtype", "_listed", "_outs", "_shape", "_strides", "_views", "constants", "flat", "floats", "fresh", "inputs",
+        "keep", "name", "needs_values", "new_bytes", "outputs", "pick", "plain", "reserves", "resizes", "returns",
+        "run", "single", "views", "writes",
     )  # fmt: skip
 
     def __init__(self, kernel: KernelSpec, device: torch.device, generator: Callable[[int], torch.Generator]) -> None:
@@ -181,6 +181,11 @@ class CompiledKernel:
         self.run, found = compile_call(call, kernel.args, kernel.kwargs, places)
         self.constants: tuple[Any, ...] = tuple(places.constants)
         used = {one for place in found for one in (place if isinstance(place, tuple) else (place,))}
+        self._views = [None if view is None else InputView(view) for view in kernel.views]
+        if self._views:
+            if len(self._views) != kernel.inputs:
+                raise WireError(f"{kernel.name} describes {len(self._views)} of its {kernel.inputs} tensors")
+            self.run = viewing(self.run, found, self._views)
         if sum(one < brought for one in used) != brought:
             raise WireError(
                 f"{kernel.name} has no use for some of its {kernel.inputs} tensors and {kernel.floats} numbers"
@@ -223,6 +228,7 @@ class CompiledKernel:
         self.inputs, self.floats = max(0, kernel.inputs), max(0, kernel.floats)
         self.outputs = sum(out is not None for out in kernel.outs)
         self.constants, self.resizes, self.new_bytes = (), (), 0
+        self._views: list[InputView | None] = []
         self.fresh = True
         """True if its results have storages of their own."""
         self.flat, self.plain, self.single, self.reserves, self.needs_values = True, False, False, False, False
@@ -241,6 +247,12 @@ class CompiledKernel:
 
         made.run, made.pick, made.keep = run, picker(()), _keep_nothing
         return made
+
+    def seen(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return the tensors of a call as the operator sees them."""
+        if len(self._views) != len(tensors):
+            return list(tensors)
+        return [tensor if view is None else view.of(tensor) for tensor, view in zip(tensors, self._views, strict=True)]
 
     def _keep_one(self, result: Any) -> Tensor:
         """Return the single tensor that a call keeps; a fast path for the checks of every call."""
@@ -261,6 +273,79 @@ class CompiledKernel:
 def _keep_nothing(result: Any) -> tuple[()]:
     """Return what a call without outputs keeps."""
     return ()
+
+
+class InputView:
+    """A view of the memory of a buffer, as which an operator sees an input.
+
+    Args:
+        layout: Its description from the wire.
+
+    Raises:
+        WireError: The description is invalid.
+    """
+
+    __slots__ = ("_bits", "_dtype", "_offset", "_reach", "_shape", "_strides")
+
+    def __init__(self, layout: Strided) -> None:
+        numbers = *layout.shape, *layout.strides, layout.offset
+        if layout.dtype not in DTYPES or len(layout.shape) != len(layout.strides) or min(numbers) < 0:
+            raise WireError(
+                f"a view of {layout.dtype} {list(layout.shape)} with strides {list(layout.strides)} at {layout.offset} "
+                "is none"
+            )
+        self._dtype = DTYPES[layout.dtype]
+        self._shape, self._strides, self._offset = layout.shape, layout.strides, layout.offset
+        self._bits = (layout.conjugate, layout.negative)
+        self._reach = sum((size - 1) * step for size, step in zip(layout.shape, layout.strides, strict=True))
+
+    def of(self, held: Tensor) -> Tensor:
+        """Return the view of a buffer's tensor.
+
+        Raises:
+            RuntimeError: It reaches beyond the memory of the buffer.
+        """
+        if held.dtype is self._dtype and self._bits == (held.is_conj(), held.is_neg()) == (False, False):
+            return held.as_strided(self._shape, self._strides, held.storage_offset() + self._offset)
+        storage, item = held.untyped_storage(), self._dtype.itemsize
+        begin, rest = divmod(int(held.storage_offset()) * held.itemsize, item)
+        first = begin + self._offset
+        if rest or (0 not in self._shape and (first + self._reach + 1) * item > storage.nbytes()):  # which would grow
+            raise RuntimeError(
+                f"a view of {self._dtype} {list(self._shape)} at {self._offset} is not within its buffer of "
+                f"{storage.nbytes()} bytes"
+            )
+        made = torch.empty(0, dtype=self._dtype, device=held.device)
+        made.set_(storage, first, self._shape, self._strides)
+        torch._C._set_conj(made, self._bits[0])
+        torch._C._set_neg(made, self._bits[1])
+        return made
+
+
+def viewing(
+    run: Callable[..., Any], places: Sequence[ValueIndex], views: Sequence[InputView | None]
+) -> Callable[..., Any]:
+    """Return a function that calls another one with views of some inputs.
+
+    Args:
+        run: The other function.
+        places: Its positional arguments: the number of an input, the numbers of a list of inputs, or higher ones.
+        views: The view of each input, if it has one.
+    """
+    known = dict(enumerate(views))
+    single = [(at, view) for at, place in enumerate(places) if isinstance(place, int) and (view := known.get(place))]
+    listed = [(at, [known.get(item) for item in place]) for at, place in enumerate(places) if isinstance(place, tuple)]
+
+    def run_on_views(*arguments: Any) -> Any:
+        given = list(arguments)
+        for at, view in single:
+            given[at] = view.of(given[at])
+        for at, items in listed:
+            pairs = zip(given[at], items, strict=True)
+            given[at] = [value if view is None else view.of(value) for value, view in pairs]
+        return run(*given)
+
+    return run_on_views
 
 
 class OutputLayout:

@@ -52,6 +52,47 @@ def test_views_share_memory_and_operators_in_place_write_through_them() -> None:
     assert rig.used == X.nbytes + 16 + 16
 
 
+def viewed(rig: Rig, name: str, args: tuple[Any, ...], buffers: tuple[int, ...], *views: Strided | None) -> None:
+    """Run an operator that sees some of its buffers as views, and makes nothing."""
+    rig.do(Define(60, KernelSpec(name, args, {}, len(buffers), 0, (None,) * (name != FOREACH), views)))
+    rig.do(Batch((60, *buffers)))
+    rig.do(Free((), (60,)))
+
+
+FOREACH = "aten._foreach_add_.List"
+
+
+def test_an_operator_sees_a_buffer_as_a_view_and_writes_through_it() -> None:
+    rig, whole = Rig(), torch.arange(12, dtype=torch.float64).view(3, 4)
+    rig.put(b1=whole, b2=torch.ones(2, dtype=torch.float64), b3=whole.clone()[1:])
+    column, corner = Strided("float64", (3,), (4,), 1), Strided("float64", (2, 2), (1, 4), 2)
+    viewed(rig, "aten.mul_.Scalar", (SlotArgument(0), 10), (1,), column)
+    viewed(
+        rig, "aten.add_.Tensor", (SlotArgument(0), SlotArgument(1)), (1, 2), corner, Strided("float64", (2, 2), (0, 1))
+    )
+    lists = (Many((SlotArgument(0), SlotArgument(1))), Many((SlotArgument(2), SlotArgument(2))))
+    viewed(rig, FOREACH, lists, (1, 3, 2), column, None, Strided("float64", (1,), (1,), 1))
+    same = whole.clone()
+    same[:, 1] *= 10
+    same[:2, 2:] += 1
+    same[:, 1] += 1
+    assert torch.equal(rig.get(1), same)
+    assert torch.equal(rig.get(3), whole[1:] + 1)
+    assert rig.failures == []
+
+
+def test_an_operator_sees_a_buffer_as_a_view_of_another_type() -> None:
+    rig, numbers = Rig(), torch.randn(3, 2, dtype=torch.complex128)
+    rig.put(b1=numbers, b2=torch.zeros(2, dtype=torch.complex128))
+    viewed(rig, "aten.zero_.default", (SlotArgument(0),), (1,), Strided("float64", (3,), (4,), 1))
+    conjugate = Strided("complex128", (2,), (2,), 2, conjugate=True)
+    viewed(rig, "aten.copy_.default", (SlotArgument(0), SlotArgument(1)), (2, 1), None, conjugate)
+    numbers.imag[:, 0] = 0
+    assert torch.equal(rig.get(1), numbers)
+    assert torch.equal(rig.get(2), numbers.view(-1)[2::2].conj())
+    assert rig.failures == []
+
+
 def test_an_operator_may_have_lists_of_tensors_and_write_to_them() -> None:
     script = Script(X, X + 1, X * 2)
     script.run(aten._foreach_add_.List, [Ref(1), Ref(2)], [Ref(3), Ref(3)], alpha=2.0)

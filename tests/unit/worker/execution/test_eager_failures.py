@@ -45,6 +45,29 @@ def test_what_follows_a_failed_operator_is_skipped(rig: Rig) -> None:
     assert "no buffer 13" in failure_of(rig, 13).message
 
 
+@pytest.mark.parametrize(
+    "view",
+    [
+        Strided("float64", (4,), (1,), 1), Strided("float64", (2, 3), (2, 1)), Strided("float32", (4,), (2,), 2),
+        Strided("complex128", (2,), (1,), 1), Strided("complex128", (3,), (1,), 0, 0, True),
+    ],
+)  # fmt: skip
+def test_a_view_beyond_its_buffer_is_a_failure(rig: Rig, view: Strided) -> None:
+    zero = KernelSpec("aten.zero_.default", (SlotArgument(0),), {}, 1, 0, (None,), (view,))
+    rig.do(Define(60, zero), Batch((60, 11)))
+    (failure,) = rig.failures
+    assert failure.operator == "aten.zero_.default"
+    assert torch.equal(rig.get(11), ONES) and rig.get(11).untyped_storage().nbytes() == 32
+
+
+def test_a_failure_names_the_shapes_that_the_operator_saw(rig: Rig) -> None:
+    views = (Strided("float64", (3, 1), (1, 1)), Strided("float64", (2, 2), (2, 1)))
+    product = KernelSpec("aten.mm.default", (SlotArgument(0), SlotArgument(1)), {}, 2, 0, (None,), views)
+    rig.do(Define(60, product), Batch((60, 11, 12)))
+    (failure,) = rig.failures
+    assert failure.shapes == "float64[3, 1], float64[2, 2]"
+
+
 def test_what_was_to_be_written_keeps_its_values(rig: Rig) -> None:
     rig.put(b14=torch.ones(3, dtype=torch.float64))
     used = rig.used
@@ -137,6 +160,14 @@ def test_a_view_is_never_laid_out_anew(rig: Rig) -> None:
         {}, 2, 0, (Strided("object", (4,), (1,)),))),
         Define(60, KernelSpec("aten.add.Tensor", (SlotArgument(0), SlotArgument(1)),
         {}, 2, 0, (Strided("float64", (-4,), (1,)),))),
+        *(
+            Define(60, KernelSpec("aten.zero_.default", (SlotArgument(0),), {}, 1, 0, (None,), views))
+            for views in (
+                (FOUR, FOUR), (Strided("float64", (4,), ()),), (Strided("float64", (4,), (-1,)),),
+                (Strided("float64", (-4,), (1,)),), (Strided("float64", (4,), (1,), -1),),
+                (Strided("object", (4,), (1,)),),
+            )
+        ),
         Define(60, KernelSpec("aten.randn.generator", (Many((4,)),), {"generator": GeneratorArgument(99)}, 0, 0)),
         Define(60, KernelSpec("aten.randn.generator", (Many((4,)),), {"generator": GeneratorArgument(1)}, 0, 0)),
         Define(60, KernelSpec("aten.nothing.default", (), {}, 0, 0)),
