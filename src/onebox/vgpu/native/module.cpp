@@ -98,7 +98,7 @@ void call_python(const c10::OperatorHandle& op, torch::jit::Stack* stack, Miss& 
 
 void send_full(Queue& queue) {
   const py::gil_scoped_acquire gil;
-  full_function(queue.index);
+  full_function(queue.shared_from_this());
 }
 
 // ---- layouts: (dtype, sizes, strides, offset, bytes of the storage, conjugate, negative)
@@ -120,12 +120,6 @@ Buffer& buffer(const at::Tensor& tensor) {
   auto* found = buffer_of(tensor);
   TORCH_CHECK(found != nullptr, "expected a tensor of a virtual device");
   return *found;
-}
-
-std::shared_ptr<Queue> queue(c10::DeviceIndex index) {
-  auto found = queue_of(index);
-  TORCH_CHECK(found != nullptr, "there is no virtual device ", static_cast<int>(index));
-  return found;
 }
 
 void learn(int64_t kernel, const std::vector<std::pair<int64_t, std::optional<LayoutTuple>>>& returns,
@@ -159,31 +153,44 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   });
   module.def("register_kernels", &register_kernels);
   module.def("set_device_count", &set_device_count);
-  module.def("open", [](c10::DeviceIndex index, int64_t first, size_t records) {
-    set_queue(index, std::make_shared<Queue>(index, first, records));
-  });
-  module.def("close", [](c10::DeviceIndex index) {
-    queue(index)->close();
-    set_queue(index, nullptr);
-  });
+  py::class_<Queue, std::shared_ptr<Queue>>(module, "Queue", py::dynamic_attr())
+      .def(py::init<c10::DeviceIndex, int64_t, size_t>(), py::arg("index"), py::arg("first_number"), py::arg("most_records"))
+      .def_readonly("index", &Queue::index)
+      .def("open", [](const std::shared_ptr<Queue>& self) { set_queue(self->index, self); })
+      .def("close", [](const std::shared_ptr<Queue>& self) {
+        self->close();
+        if (queue_of(self->index) == self) set_queue(self->index, nullptr);
+      })
+      .def_property_readonly("calls", &Queue::calls)
+      .def_property_readonly("records", &Queue::records)
+      .def("set_most_calls", &Queue::set_most_calls)
+      .def("reserve", &Queue::reserve)
+      .def("fresh", &Queue::fresh)
+      .def("record", [](Queue& self, int64_t kernel, const std::vector<int64_t>& inputs, const std::vector<double>& floats, int64_t made, bool allocates) {
+        Record record;
+        record.kernel = kernel;
+        record.made = made;
+        record.allocates = allocates;
+        bool full = false;
+        int64_t first = 0;
+        self.append(record, inputs, floats, first, full);
+        return std::make_pair(first, full);
+      })
+      .def("make", [](const std::shared_ptr<Queue>& self, int64_t number, const LayoutTuple& layout) {
+        return make_tensor(self, number, to_layout(layout));
+      })
+      .def("take", [](Queue& self) {
+        auto batch = self.take();
+        return std::make_tuple(batch.code, batch.inputs, batch.outputs, batch.strays, batch.floats);
+      })
+      .def("take_evicted", &Queue::take_evicted)
+      .def("take_ended_generators", &Queue::take_ended_generators);
+  module.def("queue", [](const at::Tensor& tensor) { return buffer(tensor).queue; });
+  module.def("set_bell", &set_bell);
   module.def("after_fork", &abandon);
   module.def("learnable", [] { return pending != nullptr && pending->cacheable; });
   module.def("learn", &learn, py::arg("kernel"), py::arg("returns"), py::arg("lengths"), py::arg("allocates") = false);
-  module.def("reserve", [](c10::DeviceIndex index, int64_t count) { return queue(index)->reserve(count); });
-  module.def("fresh", [](c10::DeviceIndex index, int64_t number) { return queue(index)->fresh(number); });
-  module.def("calls", [](c10::DeviceIndex index) { return queue(index)->calls(); });
-  module.def("records", [](c10::DeviceIndex index) { return queue(index)->records(); });
-  module.def("set_most_calls", [](c10::DeviceIndex index, int64_t most) { queue(index)->set_most_calls(most); });
-  module.def("take", [](c10::DeviceIndex index) {
-    auto batch = queue(index)->take();
-    return std::make_tuple(batch.code, batch.inputs, batch.outputs, batch.strays, batch.floats);
-  });
-  module.def("take_evicted", [](c10::DeviceIndex index) { return queue(index)->take_evicted(); });
-  module.def("take_ended_generators", [](c10::DeviceIndex index) { return queue(index)->take_ended_generators(); });
   module.def("generator_number", [](const at::Generator& generator) { return generator_number(generator); });
-  module.def("make", [](c10::DeviceIndex index, int64_t number, const LayoutTuple& layout) {
-    return make_tensor(queue(index), number, to_layout(layout));
-  });
   module.def("make_view", [](const at::Tensor& base, const LayoutTuple& layout) { return make_view(base, to_layout(layout)); });
   module.def("number", [](const at::Tensor& tensor) { return buffer(tensor).number; });
   module.def("pass_on", [](const at::Tensor& tensor) { return std::exchange(buffer(tensor).number, 0); });

@@ -6,6 +6,8 @@
 #include <c10/core/StorageImpl.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <array>
 
@@ -32,6 +34,21 @@ bool Layout::fits(const c10::TensorImpl& tensor) const {
 }
 
 // ---- calls
+
+namespace {
+
+std::atomic<int> bell{-1};
+
+void ring() {
+  const uint64_t one = 1;
+  if (const auto descriptor = bell.load(std::memory_order_relaxed); descriptor >= 0) {
+    [[maybe_unused]] const auto written = ::write(descriptor, &one, sizeof one);
+  }
+}
+
+}  // namespace
+
+void set_bell(int descriptor) { bell.store(descriptor); }
 
 uint64_t hash_of(c10::ArrayRef<int64_t> words) {
   uint64_t hash = 0x9e3779b97f4a7c15ULL * (words.size() + 1);
@@ -77,10 +94,10 @@ std::shared_ptr<const Record> Queue::append(const Words& key, c10::ArrayRef<int6
   return nullptr;
 }
 
-void Queue::append(const std::shared_ptr<const Record>& record, c10::ArrayRef<int64_t> inputs,
-                   c10::ArrayRef<double> floats, int64_t& first, bool& full) {
+void Queue::append(const Record& record, c10::ArrayRef<int64_t> inputs, c10::ArrayRef<double> floats, int64_t& first,
+                   bool& full) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  append_locked(*record, inputs, floats, first, full);
+  append_locked(record, inputs, floats, first, full);
 }
 
 void Queue::append_locked(const Record& record, c10::ArrayRef<int64_t> inputs, c10::ArrayRef<double> floats,
@@ -88,6 +105,7 @@ void Queue::append_locked(const Record& record, c10::ArrayRef<int64_t> inputs, c
   full = false;
   first = next_;
   if (record.kernel == 0) return;
+  if (calls_.empty()) ring();
   bury_locked();
   next_ += record.made;
   calls_.push_back({record.kernel, first, record.made, static_cast<uint32_t>(inputs.size()),

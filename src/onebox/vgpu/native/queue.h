@@ -82,8 +82,8 @@ class Queue : public std::enable_shared_from_this<Queue> {
   std::shared_ptr<const Record> append(const Words& key, c10::ArrayRef<int64_t> inputs, c10::ArrayRef<double> floats,
                                        int64_t& first, bool& full);
   // Appends a call of a record that is not looked up.
-  void append(const std::shared_ptr<const Record>& record, c10::ArrayRef<int64_t> inputs,
-              c10::ArrayRef<double> floats, int64_t& first, bool& full);
+  void append(const Record& record, c10::ArrayRef<int64_t> inputs, c10::ArrayRef<double> floats, int64_t& first,
+              bool& full);
   void learn(std::shared_ptr<Record> record);
   void drop(int64_t number);   // of a buffer whose storage was collected
   int64_t reserve(int64_t count);
@@ -125,6 +125,7 @@ class Queue : public std::enable_shared_from_this<Queue> {
 
 std::shared_ptr<Queue> queue_of(c10::DeviceIndex index);  // null where there is none
 void set_queue(c10::DeviceIndex index, std::shared_ptr<Queue> queue);
+void set_bell(int descriptor);  // an eventfd that is written to when a queue's first call is recorded; -1 for none
 void abandon();  // in a forked process: all devices, whose locks other threads of its parent may hold
 c10::DeviceIndex device_count();
 void set_device_count(c10::DeviceIndex count);

@@ -224,7 +224,7 @@ struct Recorder final : c10::OperatorKernel {
     Miss miss{scan.queue.get(), scan.key, simple, nullptr};
     on_miss(op, stack, miss);
     if (miss.learned == nullptr) return;
-    scan.queue->append(miss.learned, scan.inputs, scan.floats, first, full);
+    scan.queue->append(*miss.learned, scan.inputs, scan.floats, first, full);
     scan.queue->learn(miss.learned);
     raise_versions(scan, versioned);
     finish(*miss.learned, scan, first, count, stack);

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._pytree import tree_map
 
-from tests.unit.vgpu.native.loopback import DEVICE, WORKER, begin
+from tests.unit.vgpu.native.loopback import DEVICE, QUEUES, WORKER, begin, opened
 
 MOST_RECORDS = 1 << 12
 
@@ -195,12 +195,12 @@ def lazy_conjugates_and_negatives_are_resolved() -> None:
 def views_and_changes_of_layout_make_no_call() -> None:
     x = torch.ones(4, 6, device=ONE)
     flushed()
-    before = DEVICE.calls(0)
+    before = QUEUES[0].calls
     for view in (x.view(24), x.t(), x[1:3, ::2], x.expand(2, 4, 6), x.unsqueeze(0), x.detach(), x.view(torch.int32)):
         assert view.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
     x.chunk(2), x.unbind(), x.unfold(0, 2, 1), x.movedim(0, 1), x.diagonal(), x.data
     x.t_().transpose_(0, 1).unsqueeze_(0).squeeze_(0)
-    assert DEVICE.calls(0) == before
+    assert QUEUES[0].calls == before
 
 
 @check
@@ -209,9 +209,9 @@ def a_structured_operator_is_one_call() -> None:
     x + x
     flushed()
     y = x + x
-    assert DEVICE.calls(0) == 1
+    assert QUEUES[0].calls == 1
     y.add_(x)
-    assert DEVICE.calls(0) == 2
+    assert QUEUES[0].calls == 2
 
 
 @check
@@ -258,23 +258,23 @@ def only_so_many_records_are_kept() -> None:
         start + number
         if number % 500 == 0:
             flushed(OTHER)
-    assert DEVICE.records(1) <= MOST_RECORDS
+    assert QUEUES[1].records <= MOST_RECORDS
     assert torch.equal((start + 3).cpu(), torch.full((2,), 4.0))
     flushed()
-    assert len(WORKER.kernels) <= DEVICE.records(0) + DEVICE.records(1)
+    assert len(WORKER.kernels) <= QUEUES[0].records + QUEUES[1].records
 
 
 @check
 def an_allocation_that_was_not_used_is_taken_back() -> None:
     flushed()
     x = torch.empty(4, device=ONE)
-    assert DEVICE.fresh(0, DEVICE.number(x))
-    assert not DEVICE.fresh(0, DEVICE.number(x))
-    assert DEVICE.calls(0) == 0
+    assert QUEUES[0].fresh(DEVICE.number(x))
+    assert not QUEUES[0].fresh(DEVICE.number(x))
+    assert QUEUES[0].calls == 0
     DEVICE.pass_on(x)
     y = torch.empty(4, device=ONE)
     y.fill_(1)
-    assert not DEVICE.fresh(0, DEVICE.number(y))
+    assert not QUEUES[0].fresh(DEVICE.number(y))
 
 
 @check
@@ -364,7 +364,7 @@ def generators_draw_as_those_of_their_worker() -> None:
     assert (made.device, made.initial_seed()) == (OTHER, 5)
     del made
     gc.collect()
-    assert DEVICE.take_ended_generators(1)
+    assert QUEUES[1].take_ended_generators()
 
 
 @check
@@ -445,14 +445,14 @@ def a_forked_process_cannot_record() -> None:
 @check
 def a_closed_device_ends_its_tensors_quietly() -> None:
     DEVICE.set_device_count(3)
-    DEVICE.open(2, 1, 16)
+    opened(2, 1, 16)
     tensors = [torch.ones(2, device="vgpu:2")]
-    DEVICE.close(2)
+    QUEUES[2].close()
     assert isinstance(raised(lambda: tensors[0] + 1), RuntimeError)
     tensors.clear()
-    DEVICE.open(2, 1, 16)
+    opened(2, 1, 16)
     y = torch.ones(2, device="vgpu:2")
-    assert DEVICE.calls(2) == 1  # without the buffers of the one before
+    assert QUEUES[2].calls == 1  # without the buffers of the one before
     WORKER.flush(2)
     assert torch.equal(y.cpu(), torch.ones(2))
 

@@ -145,7 +145,7 @@ class Worker:
     def flush(self, index: int) -> None:
         """Run what is recorded."""
         with self._lock:
-            code, inputs, outputs, strays, floats = DEVICE.take(index)
+            code, inputs, outputs, strays, floats = QUEUES[index].take()
             self.batches.append(tuple(code))
             registers = {-n - 1: self.storages[index, number] for n, number in enumerate(inputs)}
             left = iter(floats)
@@ -169,7 +169,7 @@ class Worker:
             self.storages.update({(index, n): registers[slot] for slot, n in zip(alive, outputs, strict=True)})
             for number in strays:
                 del self.storages[index, number]
-            for number in DEVICE.take_evicted(index):
+            for number in QUEUES[index].take_evicted():
                 del self.kernels[number]
 
     def read(self, tensor: Tensor) -> Tensor:
@@ -185,9 +185,9 @@ class Worker:
         """Return a copy of a tensor of the host on a device."""
         copied = tensor.detach().clone(memory_format=torch.preserve_format)
         with self._lock:
-            number = DEVICE.reserve(index, 1)
+            number = QUEUES[index].reserve(1)
             self.storages[index, number] = copied
-        return DEVICE.make(index, number, layout_of(copied))
+        return QUEUES[index].make(number, layout_of(copied))
 
 
 def missed(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -334,13 +334,20 @@ def begin(devices: int, records: int = 1 << 16) -> None:
     torch._register_device_module("vgpu", module)
     sys.modules["torch.vgpu"] = module
     DEVICE.set_device_count(devices)
-    DEVICE.handle(missed, WORKER.flush, GENERATORS)
+    DEVICE.handle(missed, lambda queue: WORKER.flush(queue.index), GENERATORS)
     DEVICE.register_kernels(sorted(SHAPED_BY_FLOATS))
     for index in range(devices):
-        DEVICE.open(index, FIRST, records)
+        opened(index, FIRST, records)
+
+
+def opened(index: int, first: int, records: int) -> None:
+    """Open a device."""
+    QUEUES[index] = DEVICE.Queue(index, first, records)
+    QUEUES[index].open()
 
 
 torch.utils.rename_privateuse1_backend("vgpu")
 DEVICE: Any = native.load()
+QUEUES: dict[int, Any] = {}
 WORKER = Worker()
 GENERATORS = Generators()
