@@ -32,7 +32,7 @@ from onebox.vgpu import patches as patching
 from onebox.vgpu import signals
 from onebox.vgpu.compile import default_backend
 from onebox.vgpu.core import storage
-from onebox.vgpu.core.tensor import VirtualTensor
+from onebox.vgpu.core.tensor import VirtualTensor, command_queue_of, is_virtual
 from onebox.vgpu.dispatch import copies, factories, host_arguments
 from onebox.vgpu.distributed import data_parallel, ddp_reducer, process_group, ranks, sync_batchnorm
 from onebox.vgpu.integration import (
@@ -139,7 +139,7 @@ def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     if not first and not any(queue.has_learned for queue in context.open_queues()):
         return
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for queue in {one._handle.queue: None for one in parameters if isinstance(one, VirtualTensor)}:
+    for queue in {command_queue_of(one): None for one in parameters if is_virtual(one)}:
         if first or queue.has_learned:
             queue.synchronize()
     _begun.add(optimizer)

@@ -25,7 +25,7 @@ from onebox.vgpu.compile.dynamo import BACKEND, DYNAMO
 from onebox.vgpu.compile.graph_corrections import choose_kernels, correct, partition
 from onebox.vgpu.compile.sections import Section, copies_needed, output_nodes, sections, storage_of
 from onebox.vgpu.core.metadata import metadata_of
-from onebox.vgpu.core.tensor import Handle, VirtualTensor, wrap
+from onebox.vgpu.core.tensor import Handle, command_queue_of, handle_of, is_virtual, wrap
 from onebox.vgpu.dispatch.copies import upload
 from onebox.vgpu.runtime.command_queue import CommandQueue
 from onebox.vgpu.runtime.context import queue_of
@@ -48,7 +48,7 @@ def onebox(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         A function of the inputs: the graph itself where nothing is on a virtual device or, with a warning, where an
             input is a size that the script has marked as dynamic.
     """
-    if not is_virtual(module, inputs):
+    if not has_virtual(module, inputs):
         return module.forward
     if not all(isinstance(value, Tensor) for value in inputs):
         warnings.warn(
@@ -63,7 +63,7 @@ def onebox(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
     return compiled
 
 
-def is_virtual(module: fx.GraphModule, inputs: Sequence[Any]) -> bool:
+def has_virtual(module: fx.GraphModule, inputs: Sequence[Any]) -> bool:
     """Return whether a graph of Dynamo has tensors on virtual devices, given examples of its inputs."""
     values = [*inputs, *(node.meta.get("example_value") for node in module.graph.nodes)]
     return any(isinstance(value, Tensor) and value.device.type == "vgpu" for value in values)
@@ -229,7 +229,7 @@ class _Call:
         given = [registers[place] for place in self.reads]
         for place in self.dies:
             registers[place] = None
-        queue = next((v._handle.queue for v in given if type(v) is VirtualTensor), None) or queue_of(self._device)
+        queue = next((command_queue_of(v) for v in given if is_virtual(v)), None) or queue_of(self._device)
         if queue.unwaited:
             queue.write_unwaited()
         handles = [self._on_device(value, queue) for value in given]
@@ -240,14 +240,14 @@ class _Call:
             registers[place] = wrap(Handle(queue, at), look)
 
     def _on_device(self, value: Any, queue: CommandQueue) -> Handle:
-        if type(value) is not VirtualTensor:
-            return upload(value, queue)._handle
-        if value._handle.queue is not queue:
+        if not is_virtual(value):
+            return handle_of(upload(value, queue))
+        if command_queue_of(value) is not queue:
             raise PoolError(
                 f"a tensor of {value.device} is of another pool than the others; move the whole model to the devices "
                 "of the pool that is open"
             )
-        return value._handle
+        return handle_of(value)
 
     def _define(self, queue: CommandQueue) -> int:
         with queue.lock:

@@ -32,8 +32,8 @@ def either_backend(call: Any) -> Any:
 
     @functools.wraps(call)
     def call_either(self: Any, model_: fx.GraphModule, inputs_: Sequence[Any], **kwargs: Any) -> Any:
-        from onebox.vgpu.compile.backend import is_virtual, onebox
+        from onebox.vgpu.compile.backend import has_virtual, onebox
 
-        return onebox(model_, inputs_) if is_virtual(model_, inputs_) else call(self, model_, inputs_, **kwargs)
+        return onebox(model_, inputs_) if has_virtual(model_, inputs_) else call(self, model_, inputs_, **kwargs)
 
     return call_either

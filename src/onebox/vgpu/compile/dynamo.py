@@ -27,7 +27,7 @@ from torch._dynamo.variables.tensor import TensorVariable
 from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from onebox.vgpu.core.tensor import VirtualTensor
+from onebox.vgpu.core.tensor import VirtualTensor, is_virtual
 from onebox.vgpu.patches import Patch, Patches
 from onebox.vgpu.runtime import context
 
@@ -39,7 +39,7 @@ def _wrapping(wrap: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap Dynamo's creation of a variable, to take virtual tensors for plain ones."""
 
     def wrapped(self: Any, value: Any) -> Any:
-        virtual = type(value) is VirtualTensor
+        virtual = is_virtual(value)
         # an integer may be a size in a function that other backends forward
         number = type(value) is int and context.device_count() > 0
         if not (virtual or number or _is_ours(self.tx.output.compiler_fn)):
@@ -53,7 +53,7 @@ def _wrapping(wrap: Callable[..., Any]) -> Callable[..., Any]:
 
 def _inferring(infer: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Wrap Dynamo's search for a tensor's subclass, of which virtual tensors have none."""
-    return lambda value: None if type(value) is VirtualTensor else infer(value)
+    return lambda value: None if is_virtual(value) else infer(value)
 
 
 def _device(attribute: Callable[..., Any]) -> Callable[..., Any]:

@@ -15,7 +15,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import _disable_current_modes
 
 from onebox.graph.capture.joint import widen_statistics
-from onebox.vgpu.core.tensor import VirtualTensor
+from onebox.vgpu.core.tensor import is_virtual
 from onebox.vgpu.ops.attention import attend, attend_by, choose
 from onebox.vgpu.runtime.context import queue_of
 from onebox.wire.attention import MATH
@@ -35,7 +35,7 @@ def choose_kernels(module: fx.GraphModule) -> None:
         given = inspect.signature(attend).bind(*args, **kwargs)
         given.apply_defaults()
         tensors = given.args[:3]
-        if all(isinstance(tensor, VirtualTensor) for tensor in tensors):
+        if all(is_virtual(tensor) for tensor in tensors):
             choice = choose(given.args, given.kwargs)
             if choice != MATH:
                 node.target, node.args, changed = attend_by, (choice, *node.args), True

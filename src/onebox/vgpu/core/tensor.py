@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import gc
 import re
 import threading
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -201,7 +203,7 @@ _STRIDED = torch.strided
 _is_inference_mode = torch.is_inference_mode_enabled
 
 
-def wrap(handle: Handle, metadata: Metadata) -> VirtualTensor:
+def wrap(handle: Handle, metadata: Metadata) -> Tensor:
     """Return a tensor for a buffer."""
     made: VirtualTensor = _make(  # by position, which is parsed faster
         VirtualTensor, metadata.shape, metadata.strides, metadata.offset, None, metadata.dtype, _STRIDED,
@@ -217,7 +219,7 @@ share: Any = torch._functionalize_unsafe_set
 """Make the first tensor a view of the memory of the second for ``is_alias_of``."""
 
 
-def wrap_view(base: Tensor, handle: Handle, metadata: Metadata) -> VirtualTensor:
+def wrap_view(base: Tensor, handle: Handle, metadata: Metadata) -> Tensor:
     """Return a tensor for a buffer that is a view of another one's: an inference tensor if that is one."""
     inference = base.is_inference()
     if inference == _is_inference_mode():
@@ -229,12 +231,46 @@ def wrap_view(base: Tensor, handle: Handle, metadata: Metadata) -> VirtualTensor
     return made
 
 
-def relay(tensor: VirtualTensor, metadata: Metadata) -> None:
+def view_of(tensor: Tensor) -> Tensor:
+    """Return a view of a whole tensor, which has the same buffer."""
+    return wrap_view(tensor, handle_of(tensor), layout_of(tensor))
+
+
+def relay(tensor: Tensor, metadata: Metadata) -> None:
     """Set the layout of a tensor, as after ``resize_`` or ``t_``."""
-    _data.__set__(tensor, wrap(tensor._handle, metadata))
-    tensor._bind(tensor._handle, metadata)
+    handle = handle_of(tensor)
+    _data.__set__(tensor, wrap(handle, metadata))
+    tensor._bind(handle, metadata)  # type: ignore[attr-defined]
 
 
-def rebind(tensor: VirtualTensor, other: VirtualTensor) -> None:
+def rebind(tensor: Tensor, other: Tensor) -> None:
     """Let a tensor have the buffer of another one from now on, with its own layout."""
-    tensor._bind(other._handle, tensor._metadata)
+    tensor._bind(handle_of(other), layout_of(tensor))  # type: ignore[attr-defined]
+
+
+def is_virtual(value: object) -> TypeGuard[Tensor]:
+    """Return whether a value is a tensor of a virtual device."""
+    return type(value) is VirtualTensor  # the attribute __class__ of others' objects may be a property
+
+
+def command_queue_of(tensor: Tensor) -> CommandQueue:
+    """Return the command queue of a virtual tensor's device."""
+    handle: Handle = tensor._handle  # type: ignore[attr-defined]
+    return handle.queue
+
+
+def handle_of(tensor: Tensor) -> Handle:
+    """Return the handle of the buffer of exactly this tensor on its worker; hold it while its number is used."""
+    handle: Handle = tensor._handle  # type: ignore[attr-defined]
+    return handle
+
+
+def layout_of(tensor: Tensor) -> Metadata:
+    """Return the layout of a virtual tensor."""
+    layout: Metadata = tensor._metadata  # type: ignore[attr-defined]
+    return layout
+
+
+def all_tensors() -> Iterator[Tensor]:
+    """Iterate over the virtual tensors of the process, without those that another thread has not finished yet."""
+    return (each for each in gc.get_objects() if is_virtual(each) and hasattr(each, "_handle"))

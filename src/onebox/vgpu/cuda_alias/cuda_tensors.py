@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from onebox.vgpu.core.storage import VirtualStorage
-from onebox.vgpu.core.tensor import VirtualTensor
+from onebox.vgpu.core.tensor import VirtualTensor, is_virtual
 from onebox.vgpu.cuda_alias.device_names import number_of, to_cuda, to_vgpu
 from onebox.vgpu.patches import Patches
 
@@ -43,7 +43,7 @@ class TensorType(type):
         return torch.as_tensor(values, dtype=cls.dtype, device=place)
 
     def __instancecheck__(cls, instance: Any) -> bool:
-        return isinstance(instance, VirtualTensor) and instance.dtype == cls.dtype
+        return is_virtual(instance) and instance.dtype == cls.dtype
 
     def __repr__(cls) -> str:
         return f"<class 'torch.cuda.{cls.__name__}'>"
@@ -95,12 +95,12 @@ def _move(patches: Patches) -> None:
 
     @functools.wraps(kind_of)
     def type_(self: Tensor, dtype: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:
-        if dtype is None and isinstance(self, VirtualTensor):
+        if dtype is None and is_virtual(self):
             return _WORDS.get(self.dtype) or kind_of(self).replace("vgpu", "cuda")
         wanted = tensor_type(dtype)
         if wanted is None:
             return kind_of(self, dtype, non_blocking, **kwargs)
-        here = self.device if isinstance(self, VirtualTensor) else "cuda"
+        here = self.device if is_virtual(self) else "cuda"
         return to(self, device=to_vgpu(here), dtype=wanted.dtype, non_blocking=non_blocking)
 
     patches.set(torch.Tensor, "cuda", cuda)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from onebox.errors import OperatorError
 from onebox.vgpu.core.metadata import dense, dense_order
-from onebox.vgpu.core.tensor import Handle, VirtualTensor, wrap, wrap_view
+from onebox.vgpu.core.tensor import Handle, command_queue_of, handle_of, is_virtual, layout_of, view_of, wrap
 from onebox.vgpu.dispatch.dispatch import dispatch, launch
 from onebox.vgpu.dispatch.registry import special
 from onebox.vgpu.dispatch.synchronous import raise_plain
@@ -23,7 +23,7 @@ from onebox.wire.protocol.requests import Instruction, Put
 aten = torch.ops.aten
 
 
-def upload(tensor: Tensor, queue: CommandQueue) -> VirtualTensor:
+def upload(tensor: Tensor, queue: CommandQueue) -> Tensor:
     """Return a copy of a host tensor on a device, without waiting for its arrival.
 
     Args:
@@ -37,7 +37,7 @@ def upload(tensor: Tensor, queue: CommandQueue) -> VirtualTensor:
     made = wrap(Handle(queue, number), dense(tensor.dtype, tuple(straight.shape)))
     if order is None or list(order) == sorted(order):
         return made
-    back: VirtualTensor = dispatch(aten.permute.default, (made, _inverse(order)), None)
+    back: Tensor = dispatch(aten.permute.default, (made, _inverse(order)), None)
     return back
 
 
@@ -49,35 +49,36 @@ def _put(tensor: Tensor, queue: CommandQueue, number: int) -> None:
     queue.before(Put((number,), (spec,)), [to_frame(private)])
 
 
-def download(tensor: VirtualTensor) -> Tensor:
+def download(tensor: Tensor) -> Tensor:
     """Return a copy of a virtual tensor on the host, with the same layout; waits for the elements.
 
     Raises:
         OneboxError: The tensor is void because an operator before this one failed, or the worker is gone.
     """
-    if tensor._handle.queue.unwaited:
-        tensor._handle.queue.write_unwaited()
-    if not tensor._metadata.plain:
+    queue = command_queue_of(tensor)
+    if queue.unwaited:
+        queue.write_unwaited()
+    if not layout_of(tensor).plain:
         tensor = dispatch(aten.clone.default, (tensor,), None)
-    handle = tensor._handle
+    handle = handle_of(tensor)
     try:
-        spec, frame = handle.queue.read(handle.number)
+        spec, frame = queue.read(handle.number)
     except OperatorError as error:
         raise_plain(error, "")
     flat = from_frame(spec, frame)
-    layout = tensor._metadata
+    layout = layout_of(tensor)
     if layout.contiguous or dense_order(layout.shape, layout.strides) is None:
         return flat
     return torch.empty_strided(layout.shape, layout.strides, dtype=layout.dtype).copy_(flat)
 
 
-def transfer(tensor: VirtualTensor, queue: CommandQueue) -> VirtualTensor:
+def transfer(tensor: Tensor, queue: CommandQueue) -> Tensor:
     """Return a copy of a virtual tensor on another device, with the same layout; the elements do not pass the
     client."""
     return transfer_all([tensor], [queue])[0][0]
 
 
-def transfer_all(tensors: Sequence[VirtualTensor], queues: Sequence[CommandQueue]) -> list[list[VirtualTensor]]:
+def transfer_all(tensors: Sequence[Tensor], queues: Sequence[CommandQueue]) -> list[list[Tensor]]:
     """Return copies of tensors of one device on others, with the same layouts; sent by a single message.
 
     Args:
@@ -89,21 +90,21 @@ def transfer_all(tensors: Sequence[VirtualTensor], queues: Sequence[CommandQueue
     """
     if not tensors or not queues:
         return [[] for _ in queues]
-    source = tensors[0]._handle.queue
+    source = command_queue_of(tensors[0])
     if source.unwaited:
         source.write_unwaited()
     pairs = [_straight(tensor) for tensor in tensors]
     straights = [straight for straight, _ in pairs]
     if source.pool.attached or any(queue.pool is not source.pool for queue in queues):
-        moved = [[upload(download(straight), queue)._handle for straight in straights] for queue in queues]
+        moved = [[handle_of(upload(download(straight), queue)) for straight in straights] for queue in queues]
     else:
         moved = _moved(straights, source, queues)
     return [[_laid_out(handle, *pair) for handle, pair in zip(handles, pairs, strict=True)] for handles in moved]
 
 
-def _straight(tensor: VirtualTensor) -> tuple[VirtualTensor, tuple[int, ...]]:
+def _straight(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
     """Return a tensor as a contiguous one with permuted dimensions, and the permutation."""
-    layout = tensor._metadata
+    layout = layout_of(tensor)
     order = dense_order(layout.shape, layout.strides) if layout.plain else None
     if order is None:
         copied = dispatch(aten.clone.default, (tensor,), {"memory_format": torch.contiguous_format})
@@ -113,21 +114,22 @@ def _straight(tensor: VirtualTensor) -> tuple[VirtualTensor, tuple[int, ...]]:
     return dispatch(aten.permute.default, (tensor, list(order)), None), order
 
 
-def _laid_out(handle: Handle, straight: VirtualTensor, order: tuple[int, ...]) -> VirtualTensor:
+def _laid_out(handle: Handle, straight: Tensor, order: tuple[int, ...]) -> Tensor:
     """Return the tensor of a buffer that holds the contiguous form, with its dimensions in their original order."""
-    made = wrap(handle, dense(straight._metadata.dtype, straight._metadata.shape))
+    layout = layout_of(straight)
+    made = wrap(handle, dense(layout.dtype, layout.shape))
     if list(order) == sorted(order):
         return made
-    back: VirtualTensor = dispatch(aten.permute.default, (made, _inverse(order)), None)
+    back: Tensor = dispatch(aten.permute.default, (made, _inverse(order)), None)
     return back
 
 
-def _moved(
-    tensors: Sequence[VirtualTensor], source: CommandQueue, targets: Sequence[CommandQueue]
-) -> list[list[Handle]]:
+def _moved(tensors: Sequence[Tensor], source: CommandQueue, targets: Sequence[CommandQueue]) -> list[list[Handle]]:
     """Send contiguous tensors from their worker to others."""
     devices = context_of(source)
-    specs = [TensorSpec(dtype_name(tensor._metadata.dtype), tensor._metadata.shape) for tensor in tensors]
+    sources = [handle_of(tensor) for tensor in tensors]
+    layouts = [layout_of(tensor) for tensor in tensors]
+    specs = [TensorSpec(dtype_name(layout.dtype), layout.shape) for layout in layouts]
     sends: list[Instruction] = []
     handles = []
     with devices.transfers:  # sends and receives of two devices must be in the same order
@@ -136,7 +138,7 @@ def _moved(
             numbers = [target.new_number() for _ in tensors]
             for number, spec in zip(numbers, specs, strict=True):
                 target.before(Receive(number, spec, group, source.worker))
-            sends += [Send(tensor._handle.number, group, target.worker) for tensor in tensors]
+            sends += [Send(handle.number, group, target.worker) for handle in sources]
             handles.append([Handle(target, number) for number in numbers])
             devices.received.update(handles[-1])
         source.flush(sends, pace=False)
@@ -156,7 +158,7 @@ def _to_copy(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     (tensor,) = args
     options = {key: value for key, value in kwargs.items() if key not in ("device", "non_blocking", "pin_memory")}
     device = kwargs.get("device")
-    here = tensor._handle.queue
+    here = command_queue_of(tensor)
     if device is None or (device.type == "vgpu" and queue_of(device) is here):
         return run_plainly(aten._to_copy.default, (tensor,), options)
     dtype = options.pop("dtype", None)
@@ -166,7 +168,7 @@ def _to_copy(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if device.type == "vgpu":
         moved: Tensor = transfer(tensor, queue_of(device))
     elif device.type == "meta":
-        moved = tensor._metadata.on_meta()
+        moved = layout_of(tensor).on_meta()
     else:
         moved = download(tensor)
         moved = moved if device.type == "cpu" else moved.to(device)
@@ -178,24 +180,25 @@ def _to_copy(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 @special(aten.copy_.default)
 def _copy(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     target, source = args[:2]
-    if not isinstance(target, VirtualTensor):
+    if not is_virtual(target):
         return target.copy_(download(source))
-    here = target._handle.queue
-    if not isinstance(source, VirtualTensor):
-        layout = target._metadata
+    here = command_queue_of(target)
+    if not is_virtual(source):
+        layout = layout_of(target)
         same = source.dtype == layout.dtype and tuple(source.shape) == layout.shape
-        if same and layout.contiguous and layout.offset == 0 and here.fresh(target._handle.number):
-            _put(source, here, target._handle.number)
+        handle = handle_of(target)
+        if same and layout.contiguous and layout.offset == 0 and here.fresh(handle.number):
+            _put(source, here, handle.number)
             return target
         source = upload(source.expand(()) if source.dim() == 0 else source, here)
-    elif source._handle.queue is not here:
+    elif command_queue_of(source) is not here:
         source = transfer(source, here)
     return run_plainly(aten.copy_.default, (target, source), {})
 
 
 def run_plainly(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a special operator in its ordinary form, on one device."""
-    return launch(args[0]._handle.queue, func, *args, **kwargs)
+    return launch(command_queue_of(args[0]), func, *args, **kwargs)
 
 
 # ---- operators that need no worker, or only its values
@@ -203,8 +206,7 @@ def run_plainly(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 
 @special(aten.detach.default, aten.alias.default, aten.lift_fresh.default)
 def _same(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    tensor = args[0]
-    return wrap_view(tensor, tensor._handle, tensor._metadata)
+    return view_of(args[0])
 
 
 @special(aten._local_scalar_dense.default)
@@ -214,7 +216,7 @@ def _scalar(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @special(aten._has_compatible_shallow_copy_type.default)
 def _compatible(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return all(isinstance(tensor, VirtualTensor) for tensor in args)
+    return all(is_virtual(tensor) for tensor in args)
 
 
 @special(aten._has_same_storage_numel.default)

@@ -6,7 +6,7 @@ and its other arguments; its cached op is found; the call is recorded; new tenso
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,17 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from onebox.errors import OperatorError, WireError
-from onebox.vgpu.core.tensor import Handle, VirtualTensor, rebind, relay, wrap, wrap_view
+from onebox.vgpu.core.tensor import (
+    Handle,
+    VirtualTensor,
+    command_queue_of,
+    is_virtual,
+    layout_of,
+    rebind,
+    relay,
+    wrap,
+    wrap_view,
+)
 from onebox.vgpu.dispatch.op_cache import SHAPED_BY_FLOATS, CachedOp, UnknownResult, describe, infer_op, learn_op
 from onebox.vgpu.dispatch.registry import run_mixed, specials
 from onebox.vgpu.dispatch.synchronous import raise_plain, run_synchronously
@@ -119,10 +129,10 @@ def run(
     return _returned(queue, found, tensors, first)
 
 
-def unshare(tensors: Iterable[VirtualTensor]) -> None:
+def unshare(tensors: Iterable[Tensor]) -> None:
     """Give tensors buffers of their own in the same memory, before their layouts change: ``detach`` shares buffers."""
     for tensor in tensors:
-        rebind(tensor, launch(tensor._handle.queue, aten.alias.default, tensor))
+        rebind(tensor, launch(command_queue_of(tensor), aten.alias.default, tensor))
 
 
 def _write_unwaited(args: Any) -> None:
@@ -243,21 +253,21 @@ def _elsewhere(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operator that makes a tensor like another one on another device: only the layout of that one matters."""
 
     def looks(value: Any) -> Any:
-        return value._metadata.on_meta() if isinstance(value, VirtualTensor) else value
+        return layout_of(value).on_meta() if is_virtual(value) else value
 
     return func(*map(looks, args), **{key: looks(value) for key, value in kwargs.items()})
 
 
-def _across_devices(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[VirtualTensor]) -> Any:
+def _across_devices(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: Sequence[Tensor]) -> Any:
     """Run an operator whose tensors are on several virtual devices, if it is a custom one."""
     for tensor in tensors:
-        context_of(tensor._handle.queue)  # raises an error if its pool is closed
+        context_of(command_queue_of(tensor))  # raises an error if its pool is closed
     if _is_custom(func):
         return _decompose(func, args, kwargs)
     raise mixed_devices(tensors)
 
 
-def mixed_devices(tensors: list[Any]) -> RuntimeError:
+def mixed_devices(tensors: Sequence[Tensor]) -> RuntimeError:
     """Return the error that PyTorch raises when an operator's tensors are on several devices."""
     places = list(dict.fromkeys(str(tensor.device) for tensor in tensors))
     return RuntimeError(

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onebox.vgpu.core.tensor import VirtualTensor
+from onebox.vgpu.core.tensor import command_queue_of, is_virtual
 from onebox.vgpu.dispatch.copies import upload
 from onebox.vgpu.dispatch.dispatch import dispatch, mixed_devices
 from onebox.vgpu.dispatch.op_cache import changed
@@ -35,13 +35,13 @@ def _run_mixed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     for value in seen:
         if type(value) in foreign:
             return foreign[type(value)](func, args, kwargs)
-    virtual = [value for value in seen if isinstance(value, VirtualTensor)]
+    virtual = [value for value in seen if is_virtual(value)]
     if not virtual:
         raise RuntimeError(f"{func} with no virtual tensor")
-    queue = virtual[0]._handle.queue
+    queue = command_queue_of(virtual[0])
 
     def moved(value: Any) -> Any:
-        if isinstance(value, Tensor) and not isinstance(value, VirtualTensor):
+        if isinstance(value, Tensor) and not is_virtual(value):
             if value.layout != torch.strided:
                 raise NotImplementedError(
                     f"{func} with a tensor of layout {value.layout} is not supported: virtual devices hold dense "

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from onebox.errors import WireError
 from onebox.vgpu.core.metadata import Metadata, metadata_of
-from onebox.vgpu.core.tensor import VirtualTensor
+from onebox.vgpu.core.tensor import is_virtual, layout_of
 from onebox.vgpu.dispatch.shape_rules import depends_on_values, is_learned, only_checks
 from onebox.vgpu.runtime.command_queue import RecordedOp
 from onebox.wire import (
@@ -103,13 +103,13 @@ def infer_op(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Cached
     if is_learned(func, args) or depends_on_values(func, args) or only_checks(func):
         raise UnknownResult(str(func))
     twins: dict[int, Tensor] = {}
-    order: list[VirtualTensor] = []
+    order: list[Tensor] = []
 
     def twin(value: Any) -> Any:
-        if isinstance(value, VirtualTensor):
+        if is_virtual(value):
             order.append(value)
             if id(value) not in twins:
-                twins[id(value)] = value._metadata.on_meta()
+                twins[id(value)] = layout_of(value).on_meta()
             return twins[id(value)]
         if isinstance(value, torch.device):
             return torch.device("meta")
@@ -133,9 +133,7 @@ def changed(value: Any, change: Callable[[Any], Any]) -> Any:
     return change(value)
 
 
-def _compared(
-    func: Any, kernel: KernelSpec, order: list[VirtualTensor], twins: dict[int, Tensor], result: Any
-) -> CachedOp:
+def _compared(func: Any, kernel: KernelSpec, order: list[Tensor], twins: dict[int, Tensor], result: Any) -> CachedOp:
     """Return the cached op, from the results of an operator on ``meta``."""
     flat, rebuild = flatten(func, result)
     writes = written_inputs(kernel)
@@ -162,7 +160,7 @@ def _compared(
     for number in sorted(writes):  # not of a read one that is the same tensor: in another call it may be none
         tensor = order[number]
         now = metadata_of(twins[id(tensor)])
-        if now is tensor._metadata and not replaces:  # else perhaps in other memory
+        if now is layout_of(tensor) and not replaces:  # else perhaps in other memory
             continue
         if gaps and now.shape != tensor.shape and not replaces:
             raise UnknownResult(f"{func}: kernels for ``meta`` do not lay out what they resize by what they read")
@@ -183,9 +181,9 @@ def learn_op(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: A
         result: Its result.
     """
     flat, rebuild = flatten(func, result)
-    if not is_learned(func, args) or not all(item is None or isinstance(item, VirtualTensor) for item in flat):
+    if not is_learned(func, args) or not all(item is None or is_virtual(item) for item in flat):
         return None
-    returns = tuple(None if item is None else item._metadata for item in flat)
+    returns = tuple(None if item is None else layout_of(item) for item in flat)
     kernel = describe(func, args, kwargs)
     outs = tuple(None if layout is None else layout.strided() for layout in returns)
     whole = KernelSpec(kernel.name, kernel.args, kernel.kwargs, kernel.inputs, kernel.floats, outs)
@@ -265,7 +263,7 @@ def describe(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Kernel
     keep = func.name() in SHAPED_BY_FLOATS
 
     def scalar(value: Any) -> Any:
-        if isinstance(value, VirtualTensor):
+        if is_virtual(value):
             counts[0] += 1
             return SlotArgument(counts[0] - 1)
         if isinstance(value, float) and not keep:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from onebox.vgpu.core.tensor import VirtualTensor
+from onebox.vgpu.core.tensor import is_virtual, layout_of
 
 aten = torch.ops.aten
 
@@ -48,7 +48,7 @@ def is_learned(func: Any, args: tuple[Any, ...]) -> bool:
         args: Its positional arguments.
     """
     if func in CONVOLUTIONS:
-        return not all(value._metadata.contiguous for value in args if isinstance(value, VirtualTensor))
+        return not all(layout_of(value).contiguous for value in args if is_virtual(value))
     if func is aten.native_layer_norm.default:
         return args[0].dtype in HALVES
     return func in LEARNED

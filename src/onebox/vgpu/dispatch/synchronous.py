@@ -3,14 +3,16 @@ line."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
+from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from onebox.errors import OperatorError, WireError
 from onebox.vgpu.core.metadata import from_wire
-from onebox.vgpu.core.tensor import Handle, VirtualTensor, relay, wrap
+from onebox.vgpu.core.tensor import Handle, handle_of, is_virtual, layout_of, relay, wrap
 from onebox.vgpu.dispatch.op_cache import describe, versioned_inputs
 from onebox.vgpu.runtime.command_queue import CommandQueue
 from onebox.wire import Complex, Strided
@@ -37,7 +39,7 @@ def run_synchronously(
     func: Any,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    tensors: list[VirtualTensor],
+    tensors: Sequence[Tensor],
     floats: list[float],
 ) -> Any:
     """Run an operator synchronously and return its result.
@@ -58,13 +60,14 @@ def run_synchronously(
         kernel = describe(func, args, kwargs)
     except WireError as error:
         raise NotImplementedError(str(error)) from None
+    handles = [handle_of(tensor) for tensor in tensors]
     try:
-        made, first = queue.perform(kernel, [tensor._handle.number for tensor in tensors], floats)
+        made, first = queue.perform(kernel, [handle.number for handle in handles], floats)
     except OperatorError as error:
         raise_plain(error, str(func))
     for tensor, now in zip(tensors, made.inputs, strict=True):
         layout = from_wire(now)
-        if layout is not tensor._metadata:
+        if layout is not layout_of(tensor):
             relay(tensor, layout)
     increment_version([tensors[position] for position in versioned_inputs(kernel)])
     return _result(queue, func, args, kwargs, list(made.results), first)
@@ -111,7 +114,7 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[s
     for number, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             given = args[number] if number < len(args) else kwargs.get(argument.name)
-            if isinstance(given, VirtualTensor):
+            if is_virtual(given):
                 found[next(iter(argument.alias_info.before_set), "")] = given
     return found
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from onebox.errors import OneboxError, UsageError
 from onebox.pool.errors import CAUSE_S
 from onebox.vgpu.core.metadata import dense
-from onebox.vgpu.core.tensor import Handle, VirtualTensor, wrap
+from onebox.vgpu.core.tensor import Handle, handle_of, wrap
 from onebox.vgpu.dispatch.dispatch import launch
 from onebox.vgpu.runtime.command_queue import CommandQueue
 from onebox.wire import TensorSpec, dtype_name
@@ -71,17 +71,18 @@ class Communicator:
                 time.sleep(_LOOK_S)
         return pool.has_failed(self.group)
 
-    def total(self, tensor: VirtualTensor) -> VirtualTensor:
+    def total(self, tensor: Tensor) -> Tensor:
         """Return the sum of each rank's tensor, in the order of the ranks; the tensor is not modified.
 
         Args:
             tensor: A tensor of the same shape and type on all ranks.
         """
-        alias = launch(self.queue, aten.alias.default, tensor)  # a buffer of its own, which the sum then replaces
-        self.queue.flush([Reduce((alias._handle.number,), self.group)])
-        return wrap(alias._handle, dense(tensor.dtype, tuple(tensor.shape)))
+        # a buffer of its own, which the sum then replaces
+        handle = handle_of(launch(self.queue, aten.alias.default, tensor))
+        self.queue.flush([Reduce((handle.number,), self.group)])
+        return wrap(handle, dense(tensor.dtype, tuple(tensor.shape)))
 
-    def joined(self, tensor: VirtualTensor, sizes: Sequence[int]) -> VirtualTensor:
+    def joined(self, tensor: Tensor, sizes: Sequence[int]) -> Tensor:
         """Return the elements of each rank's tensor in one flat tensor, in the order of the ranks.
 
         Args:
@@ -89,13 +90,13 @@ class Communicator:
             sizes: Number of elements of each.
         """
         numel = sum(sizes)
-        flat = self._flat(tensor)
+        own = self._flat(tensor)
         handle = Handle(self.queue, self.queue.new_number())
         spec = TensorSpec(dtype_name(tensor.dtype), (numel,))
-        self.queue.flush([Gather(flat._handle.number, handle.number, spec, self.group, tuple(sizes))])
+        self.queue.flush([Gather(own.number, handle.number, spec, self.group, tuple(sizes))])
         return wrap(handle, dense(tensor.dtype, (numel,)))
 
-    def send(self, tensors: Sequence[VirtualTensor], peers: Sequence[int], channel: int) -> None:
+    def send(self, tensors: Sequence[Tensor], peers: Sequence[int], channel: int) -> None:
         """Send each of some ranks its tensor.
 
         Args:
@@ -105,9 +106,9 @@ class Communicator:
         """
         flats = [self._flat(tensor) for tensor in tensors]
         pairs = zip(flats, peers, strict=True)
-        self.queue.flush([Send(flat._handle.number, self.group, peer, channel) for flat, peer in pairs])
+        self.queue.flush([Send(flat.number, self.group, peer, channel) for flat, peer in pairs])
 
-    def receive(self, like: Tensor, peer: int, channel: int) -> VirtualTensor:
+    def receive(self, like: Tensor, peer: int, channel: int) -> Tensor:
         """Return the elements of a tensor that a rank sends, flattened.
 
         Args:
@@ -126,8 +127,8 @@ class Communicator:
         with contextlib.suppress(OneboxError):  # nothing to leave in a closed pool
             self.queue.flush([LeaveGroup(self.group)])
 
-    def _flat(self, tensor: VirtualTensor) -> Any:
-        return tensor.detach().reshape(-1)
+    def _flat(self, tensor: Tensor) -> Handle:
+        return handle_of(tensor.detach().reshape(-1))
 
 
 _lock = threading.Lock()

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onebox.vgpu.core.tensor import VirtualTensor
+from onebox.vgpu.core.tensor import command_queue_of, is_virtual
 from onebox.vgpu.dispatch.copies import transfer_all
 from onebox.vgpu.integration import device_module
 from onebox.vgpu.runtime import context
@@ -140,8 +140,8 @@ def _check_shapes(tensors: Sequence[Tensor], dim: int) -> None:
 def _send_recorded(tensors: Sequence[Tensor]) -> None:
     """Flush the queues of all devices, before the first of them is waited for."""
     for tensor in tensors:
-        if isinstance(tensor, VirtualTensor):
-            tensor._handle.queue.flush()
+        if is_virtual(tensor):
+            command_queue_of(tensor).flush()
 
 
 def broadcast(tensor: Tensor, devices: Sequence[int]) -> list[Tensor]:
@@ -190,9 +190,9 @@ def broadcast_coalesced(tensors: Sequence[Tensor], devices: Sequence[int], buffe
 
 def _copies(tensors: Sequence[Tensor], devices: Sequence[int]) -> list[list[Tensor]]:
     """Return tensors on each device; those of one device are sent together."""
-    if not all(isinstance(tensor, VirtualTensor) for tensor in tensors):
+    if not all(is_virtual(tensor) for tensor in tensors):
         return [[tensor.to(_place(number)) for tensor in tensors] for number in devices]
-    virtual = [tensor for tensor in tensors if isinstance(tensor, VirtualTensor)]
+    virtual = [tensor for tensor in tensors if is_virtual(tensor)]
     away = [number for number in dict.fromkeys(devices) if virtual and number != virtual[0].get_device()]
     with torch.no_grad():
         moved = transfer_all(virtual, [context.queue_of(_place(number)) for number in away])
@@ -231,7 +231,7 @@ def _is_real(tensor: Any, args: tuple[Any, ...]) -> bool:
     """Return whether a call is about CUDA devices: its tensors are there, or none is virtual and no pool is open."""
     outs = [out for out in (args[0] if args and isinstance(args[0], list | tuple) else args[:1]) if _is_tensor(out)]
     seen = [tensor, *outs] if _is_tensor(tensor) else outs
-    if any(isinstance(each, VirtualTensor) for each in seen):
+    if any(is_virtual(each) for each in seen):
         return False
     return any(each.device.type == "cuda" for each in seen) or not context.device_count()
 
@@ -257,7 +257,7 @@ def without_virtual(original: Callable[..., bool]) -> Callable[..., bool]:
     """Restrict the check for NCCL to CUDA tensors."""
 
     def is_available(tensors: Any) -> bool:
-        if any(isinstance(tensor, VirtualTensor) for tensor in tensors):
+        if any(is_virtual(tensor) for tensor in tensors):
             return False
         return original(tensors)
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from onebox.errors import UsageError
-from onebox.vgpu.core.tensor import VirtualTensor
+from onebox.vgpu.core.tensor import command_queue_of, is_virtual
 from onebox.vgpu.dispatch.copies import upload
 from onebox.vgpu.distributed.collective_work import CollectiveWork, PendingWrite, storages_of, write_in_order
 from onebox.vgpu.distributed.communicator import Communicator, form
@@ -157,8 +157,8 @@ class VirtualProcessGroup(_Base):
 
     def _queue(self, tensor: Tensor) -> CommandQueue:
         """Return the command queue of a tensor's device; of the rank's one for a host tensor."""
-        if isinstance(tensor, VirtualTensor):
-            return tensor._handle.queue
+        if is_virtual(tensor):
+            return command_queue_of(tensor)
         if self._communicators and not context.has_chosen_device():
             return next(iter(self._communicators))
         return context.queue_of(torch.device("vgpu", context.device_of_rank(self._rank)))
@@ -188,9 +188,9 @@ class VirtualProcessGroup(_Base):
         found.moment = queue.channel.moment
         return found
 
-    def _there(self, tensor: Tensor) -> VirtualTensor:
+    def _there(self, tensor: Tensor) -> Tensor:
         """Return a tensor, or the copy of a host tensor on the rank's device."""
-        return tensor if isinstance(tensor, VirtualTensor) else upload(tensor, self._at(tensor).queue)
+        return tensor if is_virtual(tensor) else upload(tensor, self._at(tensor).queue)
 
     # ---- reductions
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from onebox.vgpu.core.tensor import command_queue_of
 from onebox.vgpu.dispatch.copies import run_plainly
 from onebox.vgpu.dispatch.registry import special
 
@@ -105,7 +106,7 @@ def _unless_cuda(operator: Any, instead: Callable[..., Any]) -> None:
     """Run an operator itself on GPUs, and a function on other devices."""
 
     def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        queue = args[0]._handle.queue
+        queue = command_queue_of(args[0])
         if queue.pool.devices[queue.worker].kind == "cuda":
             return run_plainly(operator, args, kwargs)
         return instead(*args, **kwargs)

@@ -11,16 +11,16 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-import gc
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from onebox.errors import OneboxError
 from onebox.vgpu import signals
-from onebox.vgpu.core.tensor import VirtualTensor
+from onebox.vgpu.core.tensor import Handle, all_tensors, command_queue_of, handle_of, is_virtual
 from onebox.vgpu.runtime.command_queue import CommandQueue
 
 _KIND = torch._C._autograd.DeviceType.PrivateUse1
@@ -98,27 +98,24 @@ def drop_void_gradients(queues: Sequence[CommandQueue]) -> None:
     Args:
         queues: The command queues of the devices.
     """
-    found: dict[CommandQueue, list[tuple[VirtualTensor, int]]] = {queue: [] for queue in queues}
-    for each in gc.get_objects():
-        # by type(): the attribute __class__ of others' objects may be a property
-        if not issubclass(type(each), VirtualTensor):
-            continue
-        handle = getattr(each, "_handle", None)  # none while another thread makes it
+    found: dict[CommandQueue, list[tuple[Tensor, Handle]]] = {queue: [] for queue in queues}
+    for each in all_tensors():
+        queue = command_queue_of(each)
         # a gradient is where its leaf is; those of other devices may be set by another rank's thread meanwhile
-        if handle is not None and handle.queue in found and _is_leaf(each):
+        if queue in found and _is_leaf(each):
             gradient = each.grad
-            if isinstance(gradient, VirtualTensor):
-                found[handle.queue].append((each, gradient._handle.number))
+            if is_virtual(gradient):
+                found[queue].append((each, handle_of(gradient)))
     for queue, leaves in found.items():
         if leaves:
             with contextlib.suppress(OneboxError, torch.OutOfMemoryError):  # the failure that is raised comes first
-                filled = queue.filled([number for _, number in leaves])
-                for leaf, number in leaves:
-                    if number not in filled:
+                filled = queue.filled([handle.number for _, handle in leaves])
+                for leaf, handle in leaves:
+                    if handle.number not in filled:
                         leaf.grad = None
 
 
-def _is_leaf(tensor: VirtualTensor) -> bool:
+def _is_leaf(tensor: Tensor) -> bool:
     try:
         return tensor.requires_grad and tensor.is_leaf
     except RuntimeError:  # a view of a tensor that has other memory now: PyTorch cannot say how it came to be

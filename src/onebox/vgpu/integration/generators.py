@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from onebox.vgpu.core.metadata import dense
-from onebox.vgpu.core.tensor import Handle, VirtualTensor, wrap
+from onebox.vgpu.core.tensor import Handle, command_queue_of, handle_of, is_virtual, wrap
 from onebox.vgpu.dispatch.copies import transfer, upload
 from onebox.vgpu.dispatch.op_cache import sources
 from onebox.vgpu.runtime.command_queue import FIRST_SEED, CommandQueue
@@ -143,11 +143,12 @@ def write_state(queue: CommandQueue, number: int, state: Tensor) -> None:
         if queue.start_with(*steps):
             _kept[queue] = host
             return
-    if not isinstance(state, VirtualTensor):
+    if not is_virtual(state):
         here = upload(state, queue)
     else:  # not by an operator: this may be called where PyTorch's dispatcher must ignore tensor subclasses
-        here = state if state._handle.queue is queue else transfer(state, queue)
-    queue.flush([SetGenerator(number, None, here._handle.number)])
+        here = state if command_queue_of(state) is queue else transfer(state, queue)
+    handle = handle_of(here)
+    queue.flush([SetGenerator(number, None, handle.number)])
 
 
 _kept: weakref.WeakKeyDictionary[CommandQueue, Tensor] = weakref.WeakKeyDictionary()

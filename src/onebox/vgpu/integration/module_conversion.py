@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from onebox.vgpu.core.tensor import VirtualTensor
+from onebox.vgpu.core.tensor import is_virtual
 
 _state = threading.local()
 
@@ -41,7 +41,7 @@ def loading(load: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(load)
     def _load_from_state_dict(self: Any, *args: Any, **kwargs: Any) -> None:
-        with _set("loading", any(map(_is_virtual, self._parameters.values()))):
+        with _set("loading", any(map(is_virtual, self._parameters.values()))):
             load(self, *args, **kwargs)
 
     return _load_from_state_dict
@@ -73,18 +73,14 @@ def _set(name: str, value: bool) -> Iterator[None]:
         setattr(_state, name, before)
 
 
-def _is_virtual(tensor: Tensor | None) -> bool:
-    return isinstance(tensor, VirtualTensor)
-
-
 def _moves(module: nn.Module, fn: Callable[[Tensor], Tensor]) -> bool:
     """Return whether a conversion moves a module's own parameters to or from a virtual device."""
     own = [parameter for parameter in module._parameters.values() if parameter is not None]
-    if not own or any(map(_is_virtual, own)):
+    if not own or any(map(is_virtual, own)):
         return bool(own)
     try:
         with torch.no_grad():
-            return _is_virtual(fn(torch.empty(0, dtype=own[0].dtype)))
+            return is_virtual(fn(torch.empty(0, dtype=own[0].dtype)))
     except Exception:  # the conversion itself raises the error
         return False
 

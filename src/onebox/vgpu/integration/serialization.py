@@ -18,7 +18,7 @@ from torch import Tensor
 
 from onebox.pool.sharing import parent_address
 from onebox.vgpu.core.metadata import from_wire
-from onebox.vgpu.core.tensor import Handle, VirtualTensor, wrap
+from onebox.vgpu.core.tensor import Handle, VirtualTensor, command_queue_of, handle_of, layout_of, wrap
 from onebox.vgpu.dispatch.dispatch import launch
 from onebox.vgpu.patches import Patches
 from onebox.vgpu.runtime import context
@@ -51,8 +51,8 @@ def _on_host(tensor: Any) -> Tensor:
 
     It is reused while the saving code still holds it, and the device has executed nothing since.
     """
-    queue = tensor._handle.queue
-    key = (id(queue), tensor._handle.number, queue.records, tensor._metadata)
+    queue = command_queue_of(tensor)
+    key = (id(queue), handle_of(tensor).number, queue.records, layout_of(tensor))
     with _lock:
         storage = _saved.get(key)
     if storage is not None:
@@ -153,7 +153,7 @@ def add_locations(patches: Patches, priority: int, tag: Any, restored: Any) -> N
     patches.on_removal(lambda: registry.remove(entry))
 
 
-def _shared(tensor: VirtualTensor) -> Any:
+def _shared(tensor: Tensor) -> Any:
     """Return the reduction of a tensor for another process that uses the same pool: it gets the same elements.
 
     As with CUDA, what either of them writes the other reads. The buffer has a second number for the way, so that it is
@@ -173,13 +173,14 @@ def _shared(tensor: VirtualTensor) -> Any:
             "a tensor that requires a gradient and is no leaf cannot be sent to another process, whose autograd would "
             "not know how it was computed; send tensor.detach()"
         )
-    alias = launch(tensor._handle.queue, torch.ops.aten.alias.default, tensor.detach())
-    queue, number = tensor._handle.queue, alias._handle.pass_on()
+    queue = command_queue_of(tensor)
+    alias = launch(queue, torch.ops.aten.alias.default, tensor.detach())
+    number = handle_of(alias).pass_on()
     queue.flush(wait=True)  # it must exist when the receiver's message comes
     return _received, (
         queue.worker,
         number,
-        alias._metadata.strided(),
+        layout_of(alias).strided(),
         tensor.requires_grad,
         bool(getattr(tensor, "_is_param", False)),
     )

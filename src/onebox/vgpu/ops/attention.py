@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onebox.vgpu.core.tensor import VirtualTensor
+from onebox.vgpu.core.tensor import command_queue_of, is_virtual, layout_of
 from onebox.vgpu.dispatch.registry import special
 from onebox.vgpu.dispatch.synchronous import run_synchronously
 from onebox.vgpu.runtime.command_queue import CommandQueue
@@ -83,14 +83,14 @@ def _whole(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 def choose(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     """Return the number of the kernel for such arguments, which the worker selects on the first call."""
     tensors = [value for value in args if isinstance(value, Tensor)]
-    virtual = [tensor for tensor in tensors if isinstance(tensor, VirtualTensor)]
+    virtual = [tensor for tensor in tensors if is_virtual(tensor)]
     if len(virtual) != len(tensors) or any(mask.requires_grad for mask in virtual[3:]):
         return MATH
-    queue = virtual[0]._handle.queue
-    if any(tensor._handle.queue is not queue for tensor in virtual):
+    queue = command_queue_of(virtual[0])
+    if any(command_queue_of(tensor) is not queue for tensor in virtual):
         return MATH
     known = _choices.setdefault(queue, {})
-    key = tuple(value._metadata if isinstance(value, VirtualTensor) else value for value in (*args, *kwargs.values()))
+    key = tuple(layout_of(value) if is_virtual(value) else value for value in (*args, *kwargs.values()))
     if key not in known:
         floats = [value for value in (*args, *kwargs.values()) if isinstance(value, float)]
         choice = run_synchronously(queue, aten._fused_sdp_choice.default, args, kwargs, virtual, floats)
@@ -101,7 +101,7 @@ def choose(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     return MATH if choice == EFFICIENT and not torch.backends.cuda.mem_efficient_sdp_enabled() else choice
 
 
-def _usable(choice: int, queue: CommandQueue, tensors: list[VirtualTensor]) -> int:
+def _usable(choice: int, queue: CommandQueue, tensors: list[Tensor]) -> int:
     """Return the kernel to call for a selection; on a GPU the same fused kernel for both."""
     if queue.pool.devices[queue.worker].kind != "cuda":
         return choice if choice == FLASH else MATH

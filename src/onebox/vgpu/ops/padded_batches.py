@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from onebox.vgpu.core.tensor import command_queue_of
 from onebox.vgpu.dispatch.dispatch import launch
 from onebox.vgpu.dispatch.registry import special
 
@@ -39,7 +40,7 @@ def _with_mask(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 def _through_layer(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """Run a layer; a batch with an attached mask is masked by it."""
     rows = args[0]
-    queue = rows._handle.queue
+    queue = command_queue_of(rows)
     padding = _paddings.get(rows)
     if padding is None:
         plain: Tensor = launch(queue, aten._transformer_encoder_layer_fwd.default, *args, **kwargs)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onebox.vgpu.core.tensor import VirtualTensor
+from onebox.vgpu.core.tensor import command_queue_of, is_virtual
 from onebox.vgpu.dispatch.dispatch import launch
 from onebox.vgpu.dispatch.registry import special
 
@@ -26,7 +26,7 @@ def _taken_apart(func: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]
     def register(cell: Callable[..., Any]) -> Callable[..., Any]:
         def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             given = (*args, *kwargs.values())
-            queue = next(value._handle.queue for value in given if isinstance(value, VirtualTensor))
+            queue = next(command_queue_of(value) for value in given if is_virtual(value))
             if queue.pool.devices[queue.worker].kind == "cuda":
                 return launch(queue, func, *args, **kwargs)
             return cell(*args, **kwargs)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onebox.vgpu.core.tensor import VirtualTensor
+from onebox.vgpu.core.tensor import command_queue_of, is_virtual
 from onebox.vgpu.dispatch.copies import upload
 from onebox.vgpu.dispatch.registry import special
 
@@ -22,7 +22,7 @@ aten = torch.ops.aten
 def _pack(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """Pack padded sequences; return the elements, and the number at each time, on the host."""
     padded, lengths, batch_first = args
-    if isinstance(lengths, VirtualTensor):
+    if is_virtual(lengths):
         raise RuntimeError(
             "'lengths' argument should be a 1D CPU int64 tensor, but got "
             f"{lengths.dim()}D {lengths.device} {str(lengths.dtype).removeprefix('torch.').capitalize()} tensor"
@@ -30,7 +30,7 @@ def _pack(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor
     first, second = padded.shape[:2]
     numbers = torch.arange(first * second).view(first, second, 1)
     order, batch_sizes = aten._pack_padded_sequence.default(numbers, lengths, batch_first)
-    places = upload(order.view(-1), padded._handle.queue)
+    places = upload(order.view(-1), command_queue_of(padded))
     return padded.reshape(first * second, *padded.shape[2:]).index_select(0, places), batch_sizes
 
 
