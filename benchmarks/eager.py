@@ -205,8 +205,8 @@ def breakdown(stream: Any, x: Tensor) -> dict[str, list[float]]:
     add = torch.ops.aten.add.Tensor
     made = x + x
     known = [found for key, found in stream.cached_ops.items() if key[0] == add.name()]
-    recipe = next(found for found in known if found.only is made._metadata)
-    number = x._handle.number
+    recipe = next(found for found in known if found.only is tensor.layout_of(made))
+    number = tensor.handle_of(x).number
 
     def key() -> object:
         parts: list[Any] = [add.name()]
@@ -225,7 +225,7 @@ def breakdown(stream: Any, x: Tensor) -> dict[str, list[float]]:
         "PyTorch, until it is ours": reached,
         "key and recipe": repeated(key),
         "record, and sending a batch": repeated(recorded, stream),
-        "the tensor that is returned": repeated(lambda: tensor.wrap(Handle(stream, 0), made._metadata)),
+        "the tensor that is returned": repeated(lambda: tensor.wrap(Handle(stream, 0), tensor.layout_of(made))),
         "all of it": repeated(lambda: x + x, stream),
     }
 

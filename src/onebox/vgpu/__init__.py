@@ -8,7 +8,6 @@ from onebox.pool import Pool, open_pool
 from onebox.pool.network.emulated import LinkMap
 from onebox.sizes import Memory
 from onebox.trainer_options import require_bool
-from onebox.vgpu.core.tensor import VirtualTensor
 from onebox.vgpu.cuda_alias import alias_cuda
 from onebox.vgpu.distributed.ranks import Ranks, spawn
 from onebox.vgpu.registration import install, uninstall
@@ -114,7 +113,6 @@ def used_devices(pool: Pool) -> set[int]:
 __all__ = [
     "Pool",
     "Ranks",
-    "VirtualTensor",
     "alias_cuda",
     "attach",
     "install",

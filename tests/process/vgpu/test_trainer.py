@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 import onebox
-from onebox.vgpu import VirtualTensor
+from onebox.vgpu.core.tensor import is_virtual
 from tests.kit.models import CASES, OPTIMIZERS
 from tests.kit.trainer_arguments import grouped
 
@@ -49,7 +49,7 @@ def trained(
         trainer.pull()
         values = [loss.item() for loss in losses]
     assert all(parameter is was for parameter, was in zip(model.parameters(), before, strict=True))
-    assert all(isinstance(p, VirtualTensor) == (device != "cpu") for p in model.parameters())
+    assert all(is_virtual(p) == (device != "cpu") for p in model.parameters())
     return values, loss, state(model)
 
 

@@ -12,7 +12,8 @@ import torch.utils._foreach_utils as foreach_utils
 from torch.optim import optimizer as torch_optimizer
 from torch.utils import backend_registration
 
-from onebox.vgpu import VirtualTensor, install
+from onebox.vgpu import install
+from onebox.vgpu.core.tensor import VirtualTensor
 from onebox.vgpu.dispatch.factories import factories
 from onebox.vgpu.integration.accelerator import ANSWERS
 from onebox.vgpu.ops.autocast import BANNED, FLOAT32, LOWER, WIDEST

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from onebox.errors import WireError
-from onebox.vgpu import VirtualTensor, install
+from onebox.vgpu import install
 from onebox.vgpu.core.metadata import Metadata, dense, metadata_of
-from onebox.vgpu.core.tensor import Handle, wrap
+from onebox.vgpu.core.tensor import Handle, command_queue_of, wrap
 from onebox.vgpu.dispatch.op_cache import UnknownResult, changed, describe, flatten, infer_op
 from onebox.wire import Complex, DType, Hole, Many, MemoryFormat, OwnDevice, SlotArgument
 
@@ -25,7 +25,7 @@ def installed() -> None:
     install()
 
 
-def virtual(*shape: int, dtype: torch.dtype = torch.float32, like: Tensor | None = None) -> VirtualTensor:
+def virtual(*shape: int, dtype: torch.dtype = torch.float32, like: Tensor | None = None) -> Tensor:
     """Return a virtual tensor of no pool."""
     stream: Any = SimpleNamespace(device=torch.device("vgpu", 0), dead=deque())
     return wrap(Handle(stream, 7), dense(dtype, shape) if like is None else metadata_of(like))
@@ -145,7 +145,7 @@ def test_what_workers_do_not_run_is_refused_by_name() -> None:
 
 def test_a_recipe_holds_no_tensor() -> None:
     x = virtual(3)
-    dead = x._handle.queue.dead
+    dead = command_queue_of(x).dead
     kept = infer_op(aten.cat.default, ([x, x],), {})
     assert not dead
     del x
