@@ -233,7 +233,7 @@ def wrap_view(base: Tensor, handle: Handle, metadata: Metadata) -> Tensor:
 
 def view_of(tensor: Tensor) -> Tensor:
     """Return a view of a whole tensor, which has the same buffer."""
-    return wrap_view(tensor, handle_of(tensor), layout_of(tensor))
+    return wrap_view(tensor, tensor._handle, tensor._metadata)  # type: ignore[attr-defined]
 
 
 def relay(tensor: Tensor, metadata: Metadata) -> None:
