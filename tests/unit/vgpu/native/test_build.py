@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
+import zipfile
 from collections.abc import Callable
+from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 import pytest
 
 from onebox.errors import PoolError
 from onebox.vgpu.native import build
+from tests.kit.supported import TORCH_MINORS
 
 COMPILER = """#!/bin/sh
 while [ "$1" != -o ]; do shift; done
@@ -68,6 +72,13 @@ def test_other_sources_another_torch_and_another_compiler_have_objects_of_their_
     assert len(found) == 4
 
 
+def test_the_object_of_a_wheel_is_that_of_a_minor_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.__version__", "2.99.1+cu130")
+    path = build.packaged()
+    assert path.name == f"torch-2.99{EXTENSION_SUFFIXES[0]}"
+    assert path.parent == Path(build.__file__).with_name("built")
+
+
 def test_a_compiler_that_is_gone_is_not_missed(compiler: Path) -> None:
     path = build.compiled()
     compiler.unlink()
@@ -115,6 +126,46 @@ def test_processes_at_the_same_time_compile_once(compiler: Path, held: Callable[
     assert [process.returncode for process in running] == [0, 0, 0]
     assert len(found) == 1
     assert len(compilations(compiler)) == len(build.SOURCES) + 1
+
+
+@pytest.mark.soak  # downloads 90 MB and compiles, which takes more than a minute of one core
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize("minor", TORCH_MINORS)
+def test_every_supported_torch_has_the_headers_that_the_sources_need(
+    minor: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are linked to the libraries of the installed one: no symbol is looked up before an object is loaded."""
+    if shutil.which(os.environ.get("CXX") or "g++") is None:
+        pytest.skip("there is no C++ compiler")
+    version, include = headers(minor, tmp_path)
+    monkeypatch.setattr("torch.__version__", version)
+    monkeypatch.setattr(build.cpp_extension, "include_paths", lambda: [str(path) for path in include])
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert build.compiled().stat().st_size > 100_000
+
+
+def headers(minor: str, folder: Path) -> tuple[str, list[Path]]:
+    """Download a PyTorch; return its version, and the folders of its headers.
+
+    They are those of the wheel for macOS, which is for CPUs alone; the one for Linux brings CUDA.
+    """
+    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
+    build_of = ["--platform=macosx_14_0_arm64", f"--python-version={sys.version_info[0]}.{sys.version_info[1]}"]
+    done = subprocess.run(
+        [*pip, *build_of, f"--dest={folder}", f"torch=={minor}.*"],
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
+    )
+    wheels = sorted(folder.glob("torch-*.whl"))
+    if not wheels:
+        pytest.skip(f"pip cannot get torch {minor}: {(done.stderr.strip().splitlines() or ['no reason'])[-1]}")
+    with zipfile.ZipFile(wheels[0]) as wheel:
+        wheel.extractall(folder, [name for name in wheel.namelist() if name.startswith("torch/include/")])
+    wheels[0].unlink()
+    include = folder / "torch" / "include"
+    return wheels[0].name.split("-")[1], [include, include / "torch" / "csrc" / "api" / "include"]
 
 
 @pytest.fixture
