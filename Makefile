@@ -75,8 +75,9 @@ tables: $(VENV)/.stamp-test
 figures: $(VENV)/.stamp-test
 	$(BIN)/python docs/figures/draw.py
 
-# Wheel and source distribution in dist, installed into a fresh environment and tried there from outside the sources. The
-# environment downloads what it needs; with  ARGS=--outer  it uses the packages of .venv.
+# Wheels and source distribution in dist, installed into a fresh environment and tried there from outside the sources. The
+# environment downloads what it needs; with  ARGS=--outer  it uses the packages of .venv. A wheel with the object of the
+# virtual device is made on Linux with g++, or the compiler that CXX names.
 package: $(VENV)/.stamp-test
 	$(BIN)/python -m tests.package_run --dist dist $(ARGS)
 

@@ -1,4 +1,4 @@
-"""The package's metadata, as it is installed, and its recipe for conda, which says the same."""
+"""The package's metadata, as it is installed; the recipe of conda and the file that builds wheels agree with it."""
 
 from __future__ import annotations
 
@@ -16,9 +16,12 @@ from packaging.specifiers import SpecifierSet
 from trove_classifiers import classifiers
 
 import onebox
+from hatch_build import Tag
+from tests.kit.supported import TORCH_MINORS
 
 ROOT = Path(__file__).parents[2]
-PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+PYPROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PROJECT = PYPROJECT["project"]
 RECIPE = ROOT / "recipe" / "recipe.yaml"
 CONDA_NAMES = {"torch": "pytorch"}
 """Names of distributions that differ in conda-forge."""
@@ -56,6 +59,28 @@ def test_the_readme_renders() -> None:
     html = MarkdownIt("commonmark", {"html": False}).enable("table").render((ROOT / PROJECT["readme"]).read_text())
     assert html.count("<h1>") == 1
     assert "```" not in html and "](" not in html, "a code block or a link is not closed"
+
+
+@pytest.mark.parametrize(("files", "changes"), [((), {}), (("a.so",), {"pure_python": False, "infer_tag": True})])
+def test_a_wheel_is_for_any_machine_unless_it_has_objects(
+    files: tuple[str, ...], changes: dict[str, bool], tmp_path: Path
+) -> None:
+    built = tmp_path / "src" / "onebox" / "vgpu" / "native" / "built"
+    built.mkdir(parents=True)
+    for name in files:
+        (built / name).touch()
+    data: dict[str, Any] = {"pure_python": True, "infer_tag": False}
+    Tag(str(tmp_path), {}, None, None, "", "wheel").initialize("standard", data)
+    assert data == {"pure_python": True, "infer_tag": False} | changes
+
+
+def test_objects_are_built_for_every_supported_torch() -> None:
+    text = (ROOT / ".github" / "workflows" / "wheels.yml").read_text(encoding="utf-8")
+    job = yaml.safe_load(text)["jobs"]["objects"]
+    assert job["env"]["TORCH"].split() == TORCH_MINORS
+    least = PROJECT["requires-python"].removeprefix(">=").replace(".", "")
+    assert job["strategy"]["matrix"]["python"][0] == f"cp{least}-cp{least}"
+    assert "/src/onebox/vgpu/native/built" in PYPROJECT["tool"]["hatch"]["build"]["targets"]["sdist"]["exclude"]
 
 
 @pytest.fixture(scope="module")
