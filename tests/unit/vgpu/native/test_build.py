@@ -149,7 +149,7 @@ def headers(minor: str, folder: Path) -> tuple[str, list[Path]]:
 
     They are those of the wheel for macOS, which is for CPUs alone; the one for Linux brings CUDA.
     """
-    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
+    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--retries=1", "--no-deps", "--only-binary=:all:"]
     build_of = ["--platform=macosx_14_0_arm64", f"--python-version={sys.version_info[0]}.{sys.version_info[1]}"]
     done = subprocess.run(
         [*pip, *build_of, f"--dest={folder}", f"torch=={minor}.*"],
