@@ -181,7 +181,7 @@ class CompiledKernel:
         self.run, found = compile_call(call, kernel.args, kernel.kwargs, places)
         self.constants: tuple[Any, ...] = tuple(places.constants)
         used = {one for place in found for one in (place if isinstance(place, tuple) else (place,))}
-        self._views = [None if view is None else InputView(view) for view in kernel.views]
+        self._views: list[InputView | None] = [None if view is None else InputView(view) for view in kernel.views]
         if self._views:
             if len(self._views) != kernel.inputs:
                 raise WireError(f"{kernel.name} describes {len(self._views)} of its {kernel.inputs} tensors")
@@ -228,7 +228,7 @@ class CompiledKernel:
         self.inputs, self.floats = max(0, kernel.inputs), max(0, kernel.floats)
         self.outputs = sum(out is not None for out in kernel.outs)
         self.constants, self.resizes, self.new_bytes = (), (), 0
-        self._views: list[InputView | None] = []
+        self._views = []
         self.fresh = True
         """True if its results have storages of their own."""
         self.flat, self.plain, self.single, self.reserves, self.needs_values = True, False, False, False, False
