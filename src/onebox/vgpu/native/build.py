@@ -29,7 +29,7 @@ from onebox.errors import PoolError
 from onebox.portable import lock_file
 
 NAME = "_native"
-SOURCES = ("device.cpp", "module.cpp", "queue.cpp", "recorder.cpp")
+SOURCES = ("device.cpp", "module.cpp", "queue.cpp", "recorder.cpp", "sparse.cpp")
 HEADERS = ("queue.h", "recorder.h")
 FLAGS = ("-std=c++17", "-O2", "-fPIC", "-fvisibility=hidden", f"-DTORCH_EXTENSION_NAME={NAME}")
 LIBRARIES = ("c10", "torch_cpu", "torch", "torch_python")

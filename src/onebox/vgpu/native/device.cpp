@@ -26,7 +26,8 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void uncheckedSetDevice(c10::Device device) const noexcept override {
     if (device.has_index()) current = device.index();
   }
-  c10::DeviceIndex deviceCount() const noexcept override { return device_count(); }
+  // Autograd asks once for all, and starts a thread for each: a later pool may have more devices.
+  c10::DeviceIndex deviceCount() const noexcept override { return std::max<c10::DeviceIndex>(device_count(), 16); }
 
   // a device has one queue, in whose order all is run: its one stream is that, and an event is never waited for here
   c10::Stream getStream(c10::Device device) const override { return c10::Stream(c10::Stream::DEFAULT, device); }
@@ -123,6 +124,9 @@ Hooks hooks;
 const bool registered = (at::RegisterPrivateUse1HooksInterface(&hooks), true);
 
 }  // namespace
+
+c10::DeviceIndex current_device() { return current; }
+void set_current_device(c10::DeviceIndex index) { current = index; }
 
 void set_generator_handlers(const GeneratorHandlers& handlers) { VirtualGenerator::handlers = handlers; }
 

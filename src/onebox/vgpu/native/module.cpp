@@ -15,6 +15,7 @@ namespace {
 // never destroyed, as the interpreter may be gone by then
 py::object& miss_function = *new py::object;
 py::object& full_function = *new py::object;
+py::object& due_function = *new py::object;
 py::object& generators = *new py::object;
 
 const GeneratorHandlers generator_handlers{
@@ -71,7 +72,7 @@ void call_python(const c10::OperatorHandle& op, torch::jit::Stack* stack, Miss& 
   const auto given = torch::jit::last(*stack, count);
   const auto is_default = [&](size_t at) {
     const auto& value = schema.arguments()[at].default_value();
-    return value.has_value() && *value == given[at];
+    return value.has_value() && *value == given[at] && !value->isDouble();  // numbers travel with each call
   };
   size_t positional = 0;
   while (positional < count && !schema.arguments()[positional].kwarg_only()) ++positional;
@@ -101,6 +102,11 @@ void send_full(Queue& queue) {
   full_function(queue.shared_from_this());
 }
 
+void record_due(Queue& queue) {
+  const py::gil_scoped_acquire gil;
+  due_function(queue.shared_from_this());
+}
+
 // ---- layouts: (dtype, sizes, strides, offset, bytes of the storage, conjugate, negative)
 
 using LayoutTuple = std::tuple<c10::ScalarType, std::vector<int64_t>, std::vector<int64_t>, int64_t, int64_t, bool, bool>;
@@ -122,8 +128,9 @@ Buffer& buffer(const at::Tensor& tensor) {
   return *found;
 }
 
+// Teaches the device the call that Python looks at; with ``ran`` it has been run, and Python returns its results.
 void learn(int64_t kernel, const std::vector<std::pair<int64_t, std::optional<LayoutTuple>>>& returns,
-           const std::vector<int64_t>& lengths, bool allocates) {
+           const std::vector<int64_t>& lengths, bool allocates, bool ran) {
   TORCH_CHECK(pending != nullptr && pending->cacheable, "no call can be learned now");
   auto record = std::make_shared<Record>();
   record->key = pending->key;
@@ -138,17 +145,22 @@ void learn(int64_t kernel, const std::vector<std::pair<int64_t, std::optional<La
     record->made += one.kind == Return::kNew;
     record->returns.push_back(std::move(one));
   }
-  pending->learned = std::move(record);
+  if (ran) {
+    pending->queue->learn(std::move(record));
+  } else {
+    pending->learned = std::move(record);
+  }
 }
 
 }  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
-  set_handlers(&call_python, &send_full);
+  set_handlers(&call_python, &send_full, &record_due);
   set_generator_handlers(generator_handlers);
-  module.def("handle", [](py::object miss, py::object full, py::object makers) {
+  module.def("handle", [](py::object miss, py::object full, py::object due, py::object makers) {
     miss_function = std::move(miss);
     full_function = std::move(full);
+    due_function = std::move(due);
     generators = std::move(makers);
   });
   module.def("register_kernels", &register_kernels);
@@ -165,6 +177,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       .def_property_readonly("records", &Queue::records)
       .def("set_most_calls", &Queue::set_most_calls)
       .def("reserve", &Queue::reserve)
+      .def("drop", &Queue::drop)
+      .def("add_due", &Queue::add_due)
+      .def("forget", &Queue::forget)
       .def("fresh", &Queue::fresh)
       .def("record", [](Queue& self, int64_t kernel, const std::vector<int64_t>& inputs, const std::vector<double>& floats, int64_t made, bool allocates) {
         Record record;
@@ -185,13 +200,20 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       })
       .def("take_evicted", &Queue::take_evicted)
       .def("take_ended_generators", &Queue::take_ended_generators);
+  module.def("is_virtual", [](py::handle value) {
+    return THPVariable_Check(value.ptr()) && buffer_of(THPVariable_Unpack(value.ptr())) != nullptr;
+  });
   module.def("queue", [](const at::Tensor& tensor) { return buffer(tensor).queue; });
   module.def("set_bell", &set_bell);
+  module.def("current_device", &current_device);
+  module.def("set_current_device", &set_current_device);
   module.def("after_fork", &abandon);
   module.def("learnable", [] { return pending != nullptr && pending->cacheable; });
-  module.def("learn", &learn, py::arg("kernel"), py::arg("returns"), py::arg("lengths"), py::arg("allocates") = false);
+  module.def("learn", &learn, py::arg("kernel"), py::arg("returns"), py::arg("lengths"), py::arg("allocates") = false,
+             py::arg("ran") = false);
   module.def("generator_number", [](const at::Generator& generator) { return generator_number(generator); });
   module.def("make_view", [](const at::Tensor& base, const LayoutTuple& layout) { return make_view(base, to_layout(layout)); });
+  module.def("relay", [](const at::Tensor& tensor, const LayoutTuple& layout) { relay(tensor, to_layout(layout)); });
   module.def("number", [](const at::Tensor& tensor) { return buffer(tensor).number; });
   module.def("pass_on", [](const at::Tensor& tensor) { return std::exchange(buffer(tensor).number, 0); });
   module.def("layout", [](const at::Tensor& tensor) { return from_layout(Layout::of(tensor)); });

@@ -60,7 +60,32 @@ uint64_t hash_of(c10::ArrayRef<int64_t> words) {
   return hash;
 }
 
+namespace {
+
+// PyTorch writes a storage to a file through a tensor of its own at the same address.
+struct Addresses {
+  std::mutex mutex;
+  std::unordered_map<int64_t, Buffer*> buffers;
+};
+Addresses& addresses() {
+  static auto& kept = *new Addresses;  // some storages are collected when the process ends
+  return kept;
+}
+
+}  // namespace
+
+Buffer::Buffer(std::shared_ptr<Queue> queue, int64_t number, Layout base, int64_t address)
+    : queue(std::move(queue)), number(number), base(std::move(base)), address(address) {
+  if (address == 0) return;
+  const std::lock_guard<std::mutex> lock(addresses().mutex);
+  addresses().buffers[address] = this;
+}
+
 Buffer::~Buffer() {
+  if (address != 0) {
+    const std::lock_guard<std::mutex> lock(addresses().mutex);
+    addresses().buffers.erase(address);
+  }
   if (number != 0) queue->drop(number);
 }
 
@@ -142,6 +167,15 @@ void Queue::learn(std::shared_ptr<Record> record) {
   }
   ages_.push_back(record);
   records_.emplace(hash, std::move(record));
+}
+
+void Queue::forget() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  for (const auto& record : ages_) {
+    if (record->kernel != 0) evicted_.push_back(record->kernel);
+  }
+  ages_.clear();
+  records_.clear();
 }
 
 int64_t Queue::reserve(int64_t count) {
@@ -298,7 +332,6 @@ struct Allocator final : c10::Allocator {
 
 Allocator allocator;
 REGISTER_ALLOCATOR(c10::DeviceType::PrivateUse1, &allocator)
-// Addresses that nothing lies at: unique among tensors, as libraries recognise tied weights by them.
 std::atomic<int64_t> address{int64_t{1} << 44};
 
 void lay_out(c10::TensorImpl& tensor, const Layout& layout) {
@@ -312,13 +345,17 @@ void lay_out(c10::TensorImpl& tensor, const Layout& layout) {
 Buffer* buffer_of(const at::Tensor& tensor) {
   const auto* impl = tensor.unsafeGetTensorImpl();
   if (!tensor.defined() || !impl->key_set().has_backend(c10::BackendComponent::PrivateUse1Bit) || !impl->has_storage()) return nullptr;
-  return static_cast<Buffer*>(impl->unsafe_storage().data_ptr().get_context());
+  const auto& data = impl->unsafe_storage().data_ptr();
+  if (data.get_context() != nullptr || data.get() == nullptr) return static_cast<Buffer*>(data.get_context());
+  const std::lock_guard<std::mutex> lock(addresses().mutex);
+  const auto found = addresses().buffers.find(reinterpret_cast<int64_t>(data.get()));
+  return found == addresses().buffers.end() ? nullptr : found->second;
 }
 
 at::Tensor make_tensor(const std::shared_ptr<Queue>& queue, int64_t number, const Layout& layout) {
-  auto* buffer = new Buffer(queue, number, layout);
   const auto bytes = layout.storage_bytes;
   const auto place = bytes == 0 ? 0 : address.fetch_add((bytes / 256 + 1) * 256);
+  auto* buffer = new Buffer(queue, number, layout, place);
   c10::DataPtr data(reinterpret_cast<void*>(place), buffer, &release,
                     c10::Device(c10::DeviceType::PrivateUse1, queue->index));
   auto storage = c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), bytes, std::move(data),
@@ -342,9 +379,16 @@ void resize_storage(const c10::Storage& storage, int64_t bytes) {
   impl->set_nbytes(static_cast<size_t>(bytes));
 }
 
+void relay(const at::Tensor& tensor, const Layout& layout) {
+  lay_out(*tensor.unsafeGetTensorImpl(), layout);
+  tensor.storage().unsafeGetStorageImpl()->set_nbytes(static_cast<size_t>(layout.storage_bytes));
+  if (auto* buffer = buffer_of(tensor)) buffer->base = layout;
+}
+
 at::Tensor make_view(const at::Tensor& base, const Layout& layout) {
+  const auto lazy = c10::DispatchKeySet({c10::DispatchKey::Conjugate, c10::DispatchKey::Negative});
   auto made = at::detail::make_tensor_base<c10::TensorImpl>(c10::TensorImpl::VIEW, c10::Storage(base.storage()),
-                                                            c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
+                                                            base.key_set() - lazy,
                                                             c10::scalarTypeToTypeMeta(layout.dtype));
   lay_out(*made.unsafeGetTensorImpl(), layout);
   return at::Tensor(std::move(made));

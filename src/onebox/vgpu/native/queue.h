@@ -54,12 +54,12 @@ class Queue;
 
 // The elements of a storage, on a worker; freed with the storage.
 struct Buffer {
-  Buffer(std::shared_ptr<Queue> queue, int64_t number, Layout base)
-      : queue(std::move(queue)), number(number), base(std::move(base)) {}
+  Buffer(std::shared_ptr<Queue> queue, int64_t number, Layout base, int64_t address);
   ~Buffer();
   std::shared_ptr<Queue> queue;
   int64_t number;  // 0 where another process frees it
   Layout base;     // of the tensor that the worker holds
+  const int64_t address;  // that nothing lies at: unique among storages, as libraries recognise tied weights by it
 };
 
 // A batch of calls, with buffers by slots, so that a batch that occurs again is equal.
@@ -85,6 +85,7 @@ class Queue : public std::enable_shared_from_this<Queue> {
   void append(const Record& record, c10::ArrayRef<int64_t> inputs, c10::ArrayRef<double> floats, int64_t& first,
               bool& full);
   void learn(std::shared_ptr<Record> record);
+  void forget();               // all records
   void drop(int64_t number);   // of a buffer whose storage was collected
   int64_t reserve(int64_t count);
   bool fresh(int64_t number);  // whether the very last call has merely allocated a buffer; takes that call back
@@ -95,6 +96,9 @@ class Queue : public std::enable_shared_from_this<Queue> {
   void set_most_calls(int64_t most);
   void close();
   void abandon() { closed_.store(true); }
+  // Of what Python has to record before the next call there is one more, or one less.
+  void add_due(int change) { due_.fetch_add(change); }
+  bool has_due() const { return due_.load(std::memory_order_relaxed) > 0; }
   bool closed() const { return closed_.load(std::memory_order_relaxed); }
   int64_t calls();
   size_t records();
@@ -117,6 +121,7 @@ class Queue : public std::enable_shared_from_this<Queue> {
   std::vector<double> floats_;
   std::vector<int64_t> dead_, ended_;
   std::atomic<bool> any_dead_{false}, closed_{false};
+  std::atomic<int> due_{0};
   int64_t next_;
   int64_t room_ = 0;
   int64_t most_calls_ = 64;
@@ -128,12 +133,16 @@ void set_queue(c10::DeviceIndex index, std::shared_ptr<Queue> queue);
 void set_bell(int descriptor);  // an eventfd that is written to when a queue's first call is recorded; -1 for none
 void abandon();  // in a forked process: all devices, whose locks other threads of its parent may hold
 c10::DeviceIndex device_count();
+c10::DeviceIndex current_device();  // of this thread
+void set_current_device(c10::DeviceIndex index);
 void set_device_count(c10::DeviceIndex count);
 
 Buffer* buffer_of(const at::Tensor& tensor);  // null for tensors of other devices
 at::Tensor make_tensor(const std::shared_ptr<Queue>& queue, int64_t number, const Layout& layout);
 // Gives a storage memory of another size on its worker; what both sizes have keeps its content.
 void resize_storage(const c10::Storage& storage, int64_t bytes);
+// Gives a tensor, and its storage, the layout that a worker has given the whole buffer.
+void relay(const at::Tensor& tensor, const Layout& layout);
 at::Tensor make_view(const at::Tensor& base, const Layout& layout);
 uint64_t hash_of(c10::ArrayRef<int64_t> words);
 

@@ -8,7 +8,6 @@
 #include <ATen/ops/view_as_real_native.h>
 #include <ATen/ops/view_native.h>
 #include <ATen/native/Resize.h>
-#include <torch/library.h>
 
 #include <cstring>
 #include <unordered_set>
@@ -18,7 +17,7 @@ namespace onebox {
 namespace {
 
 MissHandler on_miss = nullptr;
-FullHandler on_full = nullptr;
+QueueHandler on_full = nullptr, on_due = nullptr;
 std::atomic<int64_t> hits{0}, misses{0};
 
 // Words that begin an argument in a key; what follows has a length that they determine.
@@ -212,6 +211,7 @@ struct Recorder final : c10::OperatorKernel {
     int64_t first = 0;
     bool full = false;
     if (simple) {
+      if (scan.queue->has_due()) on_due(*scan.queue);
       if (const auto record = scan.queue->append(scan.key, scan.inputs, scan.floats, first, full)) {
         hits.fetch_add(1, std::memory_order_relaxed);
         raise_versions(scan, versioned);
@@ -317,9 +317,10 @@ std::vector<torch::Library>& libraries() {
 
 }  // namespace
 
-void set_handlers(MissHandler miss, FullHandler full) {
+void set_handlers(MissHandler miss, QueueHandler full, QueueHandler due) {
   on_miss = miss;
   on_full = full;
+  on_due = due;
 }
 
 Counts counts() { return {hits.load(), misses.load()}; }
@@ -327,6 +328,7 @@ Counts counts() { return {hits.load(), misses.load()}; }
 void register_kernels(const std::vector<std::string>& shaped_by_floats) {
   if (!libraries().empty()) return;
   const std::unordered_set<std::string> shaped(shaped_by_floats.begin(), shaped_by_floats.end());
+  libraries().reserve(4);  // references stay
   auto& library = libraries().emplace_back(torch::Library::IMPL, "aten", c10::DispatchKey::PrivateUse1, __FILE__, __LINE__);
   library.impl("as_strided", TORCH_FN(at::native::as_strided_tensorimpl));
   library.impl("view", TORCH_FN(at::native::view));
@@ -338,6 +340,10 @@ void register_kernels(const std::vector<std::string>& shaped_by_floats) {
   library.impl("set_.source_Storage", TORCH_FN(set_whole_storage));
   library.impl("set_.source_Storage_storage_offset", TORCH_FN(set_storage));
   library.impl("set_.source_Tensor", TORCH_FN(set_tensor));
+  register_sparse(
+      library,
+      libraries().emplace_back(torch::Library::IMPL, "aten", c10::DispatchKey::SparsePrivateUse1, __FILE__, __LINE__),
+      libraries().emplace_back(torch::Library::IMPL, "_", c10::DispatchKey::SparsePrivateUse1, __FILE__, __LINE__));
   int64_t id = 0;
   for (const auto& name : c10::Dispatcher::singleton().getAllOpNames()) {
     if (name.getNamespace() != "aten") continue;

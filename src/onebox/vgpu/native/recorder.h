@@ -7,6 +7,7 @@
 #include <ATen/core/Generator.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/stack.h>
+#include <torch/library.h>
 
 namespace onebox {
 
@@ -19,9 +20,9 @@ struct Miss {
 };
 
 // Set by the module. The first handles a miss: it pushes the results, or sets what was learned. The second sends the
-// calls of a queue that is full.
+// calls of a queue that is full. The third records what is due before the next call.
 using MissHandler = void (*)(const c10::OperatorHandle& op, torch::jit::Stack* stack, Miss& miss);
-using FullHandler = void (*)(Queue& queue);
+using QueueHandler = void (*)(Queue& queue);
 
 // What Python does for generators, which live on workers; ``number`` 0 is a device's own.
 struct GeneratorHandlers {
@@ -33,8 +34,9 @@ struct GeneratorHandlers {
 void set_generator_handlers(const GeneratorHandlers& handlers);
 int64_t generator_number(const at::Generator& generator);  // -1 for one of another device
 
-void set_handlers(MissHandler miss, FullHandler full);
+void set_handlers(MissHandler miss, QueueHandler full, QueueHandler due);
 void register_kernels(const std::vector<std::string>& shaped_by_floats);
+void register_sparse(torch::Library& dense, torch::Library& sparse, torch::Library& others);
 
 struct Counts {
   int64_t hits, misses;
