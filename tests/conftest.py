@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import signal
 import unittest
 from collections import Counter
@@ -21,6 +22,7 @@ from typing import Any
 import pytest
 from hypothesis import is_hypothesis_test, settings
 
+from onebox.cost.cache import cache_folder
 from tests import tiers
 from tests.transfer_order import check_every_lowering
 
@@ -68,9 +70,15 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Keep what tests measure out of the user's cache, also that of processes that they start."""
+    """Keep what tests measure out of the user's cache, also that of processes that they start.
+
+    They use a copy of the virtual device that it has, as compiling it takes long.
+    """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        cache, built = tmp_path_factory.mktemp("cache"), cache_folder("device")
+        if built.exists():
+            shutil.copytree(built, cache / "onebox" / "device")
+        patch.setenv("XDG_CACHE_HOME", str(cache))
         yield
 
 

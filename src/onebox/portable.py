@@ -70,6 +70,11 @@ class Wakeup:
                 each.setblocking(False)
             self.descriptor = self._sockets[0].fileno()
 
+    @property
+    def entrance(self) -> int:
+        """The descriptor that eight bytes are written to by code that sets it itself."""
+        return self._sockets[1].fileno() if self._sockets else self.descriptor
+
     def set(self) -> None:
         """Make it readable."""
         if hasattr(os, "eventfd"):

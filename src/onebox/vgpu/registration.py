@@ -28,8 +28,8 @@ from torch.optim import optimizer as torch_optimizer
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from onebox.errors import PoolError
+from onebox.vgpu import native, signals
 from onebox.vgpu import patches as patching
-from onebox.vgpu import signals
 from onebox.vgpu.compile import default_backend
 from onebox.vgpu.core import storage
 from onebox.vgpu.core.tensor import VirtualTensor, command_queue_of, is_virtual
@@ -75,13 +75,29 @@ def install() -> None:
             name = torch._C._get_privateuse1_backend_name()
             if name not in ("privateuseone", "vgpu"):
                 raise PoolError(f"PyTorch has a device {name!r} of its own kind already, and room for one only")
-            _setup_privateuseone_for_python_backend(
-                rename="vgpu", backend_module=device_module.as_module(), device_guard=backward.VirtualDeviceGuard()
-            )
+            if native.IN_USE:
+                _register_natively()
+            else:
+                _setup_privateuseone_for_python_backend(
+                    rename="vgpu", backend_module=device_module.as_module(), device_guard=backward.VirtualDeviceGuard()
+                )
             process_group.register()
             _import_for_storages()
             _registered.append(True)
         PATCHES.apply()
+
+
+def _register_natively() -> None:
+    """Register the device in C++, and what it asks of Python."""
+    from onebox.vgpu.dispatch import native_dispatch  # which loads it
+    from onebox.vgpu.integration.native_generators import Generators
+
+    torch.utils.rename_privateuse1_backend("vgpu")
+    torch._register_device_module("vgpu", device_module.as_module())
+    torch.utils.generate_methods_for_privateuse1_backend()
+    device = native.load()
+    device.handle(native_dispatch.missed, native_dispatch.send_full, native_dispatch.write_due, Generators())
+    device.register_kernels(sorted(native_dispatch.SHAPED_BY_FLOATS))
 
 
 def _import_for_storages() -> None:
@@ -109,8 +125,15 @@ def _implement_operators(patches: Patches) -> None:
     aten, everything = torch.library.Library("aten", "IMPL"), torch.library.Library("_", "IMPL")
     patches.on_removal(aten._destroy)
     patches.on_removal(everything._destroy)
-    for module in (factories, autocast, sequence_lengths, out_arguments, one_hot, sparse, attention):
+    for module in (autocast, sequence_lengths, out_arguments, one_hot, attention):
         module.implement(aten)
+    if native.IN_USE:
+        from onebox.vgpu.dispatch import native_dispatch
+
+        native_dispatch.implement(aten)
+    else:
+        factories.implement(aten)
+        sparse.implement(aten)
     autocast.implement_others(everything)
 
 
@@ -177,7 +200,7 @@ def _with_vgpu(original: Callable[[], list[str]]) -> Callable[[], list[str]]:
 
 
 def _backward(engine: Callable[..., Any]) -> Callable[..., Any]:
-    return ddp_reducer.unpinned(backward.in_calling_thread(engine))
+    return ddp_reducer.unpinned(engine if native.IN_USE else backward.in_calling_thread(engine))
 
 
 # ---- the table
@@ -185,14 +208,32 @@ def _backward(engine: Callable[..., Any]) -> Callable[..., Any]:
 _core: Any = torch._C
 _lazy: Any = nn.parameter.UninitializedTensorMixin  # type: ignore[attr-defined]
 
+_OF_THE_DEVICE_IN_CPP: tuple[Any, ...] = (
+    serialization.share_among_processes,
+    Patch(torch.storage._StorageBase, "byteswap", storage.swapping_on_host),
+)
+"""What its storages need."""
+
+_OF_THE_SUBCLASS: tuple[Any, ...] = (
+    _let_optimizers_group,
+    Patch(torch, "Generator", _by(VirtualGenerator)),
+    Patch(torch.UntypedStorage, "__new__", storage.on_host_only),
+    Patch(proxy_tensor, "HANDLED_TYPES", lambda kinds: (*kinds, VirtualTensor)),
+    Patch(torch.__future__, "get_swap_module_params_on_conversion", module_conversion.swapping),
+    Patch(nn.Module, "_load_from_state_dict", module_conversion.loading),
+    Patch(nn.Module, "_apply", module_conversion.moving),
+    serialization.add_to_pickle,
+)
+"""What PyTorch does by itself for tensors that are no subclass."""
+
 PATCHES = Patches(
     (
+        *(_OF_THE_DEVICE_IN_CPP if native.IN_USE else _OF_THE_SUBCLASS),
+        lambda patches: patches.append(context.after_failures, backward.drop_void_gradients),
         # operators, tensors and their types
         _implement_operators,
         Patch(_core, "_set_default_dtype", default_dtype.followed),
         Patch(_core, "_set_default_tensor_type", default_dtype.followed),
-        Patch(torch, "Generator", _by(VirtualGenerator)),
-        Patch(torch.UntypedStorage, "__new__", storage.on_host_only),
         # torch.accelerator
         *(
             Patch(_core, f"_accelerator_{name}", _by(answer), since=(2, 13) if name in accelerator.RECENT else (2, 11))
@@ -200,21 +241,14 @@ PATCHES = Patches(
         ),
         # autograd, and transformations of functions: make_fx ignores operators on unknown classes of tensors
         Patch(torch.autograd.graph, "_engine_run_backward", _backward, also=(torch.autograd,)),
-        lambda patches: patches.append(context.after_failures, backward.drop_void_gradients),
-        Patch(proxy_tensor, "HANDLED_TYPES", lambda kinds: (*kinds, VirtualTensor)),
         # modules
-        Patch(torch.__future__, "get_swap_module_params_on_conversion", module_conversion.swapping),
-        Patch(nn.Module, "_load_from_state_dict", module_conversion.loading),
-        Patch(nn.Module, "_apply", module_conversion.moving),
         Patch(LazyModuleMixin, "_apply", _by(lazy_modules.apply_lazily), added=True),
         Patch(_lazy, "materialize", lazy_modules.materializer),
         # optimizers
-        _let_optimizers_group,
         _flush_after_steps,
         Patch(torch.amp.GradScaler, "_lazy_init_scale_growth_tracker", _scaling),
         Patch(foreach_utils, "_get_foreach_kernels_supported_devices", _with_vgpu, also=(torch_optimizer,)),
         # files
-        serialization.add_to_pickle,
         Patch(torch._utils, "_rebuild_tensor", serialization.rebuilding),
         Patch(torch.serialization, "_legacy_load", serialization.filling_afterwards),
         # nn.DataParallel

@@ -82,6 +82,18 @@ def on_host_only(make: Any) -> Any:
     return staticmethod(new)
 
 
+def swapping_on_host(swap: Any) -> Any:
+    """Wrap the method that swaps the bytes of a storage's elements, which it does at their address, to refuse that."""
+
+    @functools.wraps(swap)
+    def byteswap(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.device.type != "cpu":
+            raise NotImplementedError("byteswap() needs the elements of a storage in this process; use cpu() before")
+        return swap(self, *args, **kwargs)
+
+    return byteswap
+
+
 def new_storage(size_bytes: int, place: torch.device) -> VirtualStorage:
     """Return a storage with an address of its own.
 

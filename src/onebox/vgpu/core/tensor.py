@@ -12,6 +12,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor
 
+from onebox.vgpu import native
 from onebox.vgpu.core.metadata import Metadata
 from onebox.vgpu.core.storage import VirtualStorage, new_storage
 from onebox.vgpu.runtime.command_queue import CommandQueue
@@ -274,3 +275,8 @@ def layout_of(tensor: Tensor) -> Metadata:
 def all_tensors() -> Iterator[Tensor]:
     """Iterate over the virtual tensors of the process, without those that another thread has not finished yet."""
     return (each for each in gc.get_objects() if is_virtual(each) and hasattr(each, "_handle"))
+
+
+if native.IN_USE:
+    from onebox.vgpu.core.native_tensor import *  # type: ignore  # noqa: F403
+    from onebox.vgpu.core.native_tensor import share

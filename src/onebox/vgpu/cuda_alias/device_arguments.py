@@ -41,8 +41,9 @@ def named(function: Function) -> Function:
 
 
 def _static(function: Function) -> Any:
-    """Wrap a static method likewise: a subclass that reported ``cuda`` would abort a PyTorch without CUDA in C++."""
-    return staticmethod(named(function))
+    """Wrap a static method, to translate all devices among its arguments: a subclass that reported ``cuda`` would abort
+    a PyTorch without CUDA in C++."""
+    return staticmethod(anywhere(named(function)))
 
 
 def anywhere(function: Function) -> Function:

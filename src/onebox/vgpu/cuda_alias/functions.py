@@ -9,6 +9,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
+from onebox.vgpu import native
 from onebox.vgpu.cuda_alias.device_names import number_of, to_cuda
 from onebox.vgpu.cuda_alias.unsupported import raise_unsupported
 from onebox.vgpu.dispatch.op_cache import sources
@@ -141,6 +142,10 @@ class DefaultGenerator(VirtualGenerator):
 
 def default_generator(device: Any) -> Any:
     """Return the generator of a device."""
+    if native.IN_USE:
+        from onebox.vgpu.cuda_alias import native_generators
+
+        return native_generators.default_generator(device)
     made = torch._C.Generator.__new__(DefaultGenerator)
     made._begin(queue_of(torch.device("vgpu", number_of(device))))
     return made

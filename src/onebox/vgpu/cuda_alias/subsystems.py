@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from onebox.vgpu import native
 from onebox.vgpu.cuda_alias.device_names import number_of, to_cuda, to_vgpu, to_vgpu_type
 from onebox.vgpu.cuda_alias.functions import yes
 from onebox.vgpu.distributed import process_group
@@ -47,6 +48,11 @@ def translate_amp(patches: Patches) -> None:
 
 def translate_generators(patches: Patches) -> None:
     """Make generators of virtual devices for ``cuda``, and report that as their device."""
+    if native.IN_USE:
+        from onebox.vgpu.cuda_alias.native_generators import CudaGenerator
+
+        patches.set(torch, "Generator", CudaGenerator)
+        return
     kind: Any = type(VirtualGenerator)
     make, place = kind.__call__, VirtualGenerator.device
 

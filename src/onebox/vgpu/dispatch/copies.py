@@ -156,6 +156,8 @@ def _inverse(order: tuple[int, ...]) -> list[int]:
 @special(aten._to_copy.default)
 def _to_copy(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     (tensor,) = args
+    if not is_virtual(tensor):
+        return _uploaded(tensor, **kwargs)
     options = {key: value for key, value in kwargs.items() if key not in ("device", "non_blocking", "pin_memory")}
     device = kwargs.get("device")
     here = command_queue_of(tensor)
@@ -175,6 +177,18 @@ def _to_copy(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if memory_format in (None, torch.preserve_format):
         return moved
     return moved.contiguous(memory_format=memory_format)
+
+
+def _uploaded(tensor: Tensor, *, device: Any, dtype: Any = None, memory_format: Any = None, **_: Any) -> Tensor:
+    """Return a copy of a host tensor on a device, of another type or layout if asked for."""
+    moved = upload(tensor if dtype is None else tensor.to(dtype), queue_of(device))
+    return moved if memory_format in (None, torch.preserve_format) else moved.contiguous(memory_format=memory_format)
+
+
+@special(aten._copy_from.default)
+def _copy_from(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    source, target, *_ = args
+    return _copy((target, source), kwargs)
 
 
 @special(aten.copy_.default)

@@ -14,10 +14,12 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from onebox.errors import OperatorError, WireError
+from onebox.vgpu import native
 from onebox.vgpu.core.tensor import (
     Handle,
     VirtualTensor,
     command_queue_of,
+    handle_of,
     is_virtual,
     layout_of,
     rebind,
@@ -127,6 +129,11 @@ def run(
             return wrap_view(tensors[found.viewed], Handle(queue, first), only)
         return wrap(Handle(queue, first), only)
     return _returned(queue, found, tensors, first)
+
+
+def alias_of(tensor: Tensor) -> Handle:
+    """Return the handle of a new buffer that shares the elements of a tensor: one that may be replaced or passed on."""
+    return handle_of(launch(command_queue_of(tensor), aten.alias.default, tensor))
 
 
 def unshare(tensors: Iterable[Tensor]) -> None:
@@ -276,3 +283,12 @@ def mixed_devices(tensors: Sequence[Tensor]) -> RuntimeError:
 
 
 VirtualTensor.dispatcher = staticmethod(dispatch)
+
+if native.IN_USE:
+    from onebox.vgpu.dispatch.native_dispatch import (  # type: ignore
+        dispatch,
+        launch,
+        mixed_devices,
+        run,
+        unshare,
+    )

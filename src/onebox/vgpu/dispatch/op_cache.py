@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from onebox.errors import WireError
+from onebox.vgpu import native
 from onebox.vgpu.core.metadata import Metadata, metadata_of
 from onebox.vgpu.core.tensor import is_virtual, layout_of
 from onebox.vgpu.dispatch.shape_rules import depends_on_values, is_learned, only_checks
@@ -63,7 +64,7 @@ class CachedOp(RecordedOp):
         shared: For each returned tensor, the input that a new one is a view of; -1 for none.
     """
 
-    __slots__ = ("changes", "floats", "only", "rebuild", "returns", "shared", "versioned", "viewed")
+    __slots__ = ("changes", "floats", "lengths", "only", "rebuild", "returns", "shared", "versioned", "viewed")
 
     def __init__(
         self,
@@ -85,6 +86,8 @@ class CachedOp(RecordedOp):
         self.viewed = self.shared[0] if returns else -1
         """The input that the new tensor is a view of; -1 for none."""
         self.versioned = versioned_inputs(kernel)
+        self.lengths: list[int] = []
+        """For each return of the operator: the length of a list, or -1."""
 
 
 def infer_op(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CachedOp:
@@ -168,7 +171,10 @@ def _compared(func: Any, kernel: KernelSpec, order: list[Tensor], twins: dict[in
     outs = tuple(item.strided() if isinstance(item, Metadata) else None for item in returns)
     whole = KernelSpec(kernel.name, kernel.args, kernel.kwargs, kernel.inputs, kernel.floats, outs)
     shared = tuple(-1 if item is None else storages.get(item.untyped_storage()._cdata, -1) for item in flat)
-    return CachedOp(whole, tuple(returns), tuple(changes), rebuild, shared)
+    made = CachedOp(whole, tuple(returns), tuple(changes), rebuild, shared)
+    several = () if not func._schema.returns else result if isinstance(result, tuple) else (result,)
+    made.lengths = [len(item) if isinstance(item, list | tuple) else -1 for item in several]
+    return made
 
 
 def learn_op(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> CachedOp | None:
@@ -240,10 +246,10 @@ def versioned_inputs(kernel: KernelSpec) -> tuple[int, ...]:
 
 
 def _source(generator: Any) -> int:
-    number = sources.get(generator.initial_seed())
-    if number is None:
+    number = native.load().generator_number(generator) if native.IN_USE else sources.get(generator.initial_seed(), -1)
+    if number < 0:
         raise RuntimeError("Expected a 'vgpu' device type for generator but found 'cpu'")
-    return number
+    return int(number)
 
 
 def describe(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> KernelSpec:

@@ -7,7 +7,6 @@ operators.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence, Set
 from datetime import timedelta
 from typing import Any
@@ -16,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from onebox.vgpu.runtime.command_queue import CommandQueue
 from onebox.vgpu.signals import shielded
 
 _Work: Any = dist.Work
@@ -37,14 +37,14 @@ class _Write:
     Args:
         group: The group of the collective.
         pair: The tensor, and a function that returns the result.
-        unwaited: The writes of its device that nobody waits for.
+        queue: The command queue of its device.
     """
 
-    def __init__(self, group: object, pair: PendingWrite, unwaited: deque[Callable[[], None]]) -> None:
+    def __init__(self, group: object, pair: PendingWrite, queue: CommandQueue) -> None:
         self.group = group
         self.storages = storages_of(pair[0])
         self._pair: PendingWrite | None = pair
-        self._unwaited = unwaited
+        self._queue = queue
         _issued[self] = None
 
     def __call__(self) -> None:
@@ -61,7 +61,7 @@ class _Write:
 
     def defer(self) -> None:
         """Let the next use of the device write it."""
-        self._unwaited.append(self)
+        self._queue.write_before_use(self)
         _issued.pop(self, None)  # last, so that :func:`write_in_order` misses none
 
     def drop(self) -> None:
@@ -90,7 +90,7 @@ class CollectiveWork(_Work):
         group: The group that has issued it.
         pairs: Pairs of tensor and result; results are called late, because a device waits at the first operator on one.
         tensors: Value of the future.
-        unwaited: For each pair, the queue of writes of its device, which takes it over when this object is collected.
+        queues: For each pair, the command queue of its device, which takes it over when this object is collected.
     """
 
     def __init__(
@@ -98,10 +98,10 @@ class CollectiveWork(_Work):
         group: object,
         pairs: Sequence[PendingWrite],
         tensors: list[Tensor],
-        unwaited: Sequence[deque[Callable[[], None]]],
+        queues: Sequence[CommandQueue],
     ) -> None:
         super().__init__()
-        self._writes = [_Write(group, pair, queue) for pair, queue in zip(pairs, unwaited, strict=True)]
+        self._writes = [_Write(group, pair, queue) for pair, queue in zip(pairs, queues, strict=True)]
         self._tensors = tensors
         self._future: Future | None = None
         if _in_node():

@@ -13,20 +13,17 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from onebox.errors import OneboxError, UsageError
 from onebox.pool.errors import CAUSE_S
 from onebox.vgpu.core.metadata import dense
 from onebox.vgpu.core.tensor import Handle, handle_of, wrap
-from onebox.vgpu.dispatch.dispatch import launch
+from onebox.vgpu.dispatch.dispatch import alias_of
 from onebox.vgpu.runtime.command_queue import CommandQueue
 from onebox.wire import TensorSpec, dtype_name
 from onebox.wire.protocol.groups import LeaveGroup
 from onebox.wire.protocol.instructions import Gather, Receive, Reduce, Send
-
-aten = torch.ops.aten
 
 _LOOK_S = 0.002
 """Interval of checks for the notice of a worker that has left."""
@@ -78,7 +75,7 @@ class Communicator:
             tensor: A tensor of the same shape and type on all ranks.
         """
         # a buffer of its own, which the sum then replaces
-        handle = handle_of(launch(self.queue, aten.alias.default, tensor))
+        handle = alias_of(tensor)
         self.queue.flush([Reduce((handle.number,), self.group)])
         return wrap(handle, dense(tensor.dtype, tuple(tensor.shape)))
 

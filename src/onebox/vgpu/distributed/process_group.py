@@ -81,7 +81,7 @@ def _issuing(call: Callable[..., list[PendingWrite]]) -> Callable[..., Collectiv
             self.write_unwaited()
             pairs = call(self, *args, **kwargs)
         targets = [target for target, _ in pairs]
-        return CollectiveWork(self, pairs, targets, [self._queue(target).unwaited for target in targets])
+        return CollectiveWork(self, pairs, targets, [self._queue(target) for target in targets])
 
     return issue
 

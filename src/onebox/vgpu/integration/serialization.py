@@ -10,6 +10,7 @@ import collections
 import functools
 import threading
 import weakref
+from collections.abc import Callable
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
@@ -18,8 +19,16 @@ from torch import Tensor
 
 from onebox.pool.sharing import parent_address
 from onebox.vgpu.core.metadata import from_wire
-from onebox.vgpu.core.tensor import Handle, VirtualTensor, command_queue_of, handle_of, layout_of, wrap
-from onebox.vgpu.dispatch.dispatch import launch
+from onebox.vgpu.core.tensor import (
+    Handle,
+    VirtualTensor,
+    command_queue_of,
+    handle_of,
+    is_virtual,
+    layout_of,
+    wrap,
+)
+from onebox.vgpu.dispatch.dispatch import alias_of, launch
 from onebox.vgpu.patches import Patches
 from onebox.vgpu.runtime import context
 from onebox.wire import Strided
@@ -140,8 +149,20 @@ def filling_afterwards(load: Any) -> Any:
 def add_to_pickle(patches: Patches) -> None:
     """Register virtual tensors with ``torch.save`` and ``torch.load``, and with queues between processes."""
     add_locations(patches, PRIORITY, _tag, restore)
-    reducers: dict[Any, Any] = ForkingPickler._extra_reducers  # type: ignore[attr-defined]
-    patches.put(reducers, VirtualTensor, _shared)
+    patches.put(_reducers, VirtualTensor, _shared)
+
+
+def share_among_processes(patches: Patches) -> None:
+    """Let queues between processes take virtual tensors."""
+    for kind in (Tensor, torch.nn.Parameter):
+        patches.put(_reducers, kind, _either(_reducers[kind]))
+
+
+_reducers: dict[Any, Any] = ForkingPickler._extra_reducers  # type: ignore[attr-defined]
+
+
+def _either(reduce: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
+    return lambda tensor: _shared(tensor) if is_virtual(tensor) else reduce(tensor)
 
 
 def add_locations(patches: Patches, priority: int, tag: Any, restored: Any) -> None:
@@ -174,15 +195,14 @@ def _shared(tensor: Tensor) -> Any:
             "not know how it was computed; send tensor.detach()"
         )
     queue = command_queue_of(tensor)
-    alias = launch(queue, torch.ops.aten.alias.default, tensor.detach())
-    number = handle_of(alias).pass_on()
+    number = alias_of(tensor.detach()).pass_on()
     queue.flush(wait=True)  # it must exist when the receiver's message comes
     return _received, (
         queue.worker,
         number,
-        layout_of(alias).strided(),
+        layout_of(tensor).strided(),
         tensor.requires_grad,
-        bool(getattr(tensor, "_is_param", False)),
+        isinstance(tensor, torch.nn.Parameter),
     )
 
 

@@ -52,6 +52,11 @@ FIRST = 1 << 30
 RETURNS = 1 << 20
 """Numbers that are reserved for the returns of one operator."""
 
+_FORKED = (
+    "a forked process, such as a worker of a DataLoader, cannot use tensors that its parent has on virtual devices; "
+    "give it tensors of the host (tensor.cpu()), and move to a device what comes from it, or use num_workers=0"
+)
+
 _probe = [object()]
 _ALONE = sys.getrefcount(_probe[0])
 """Reference count of an object that only a list holds."""
@@ -188,11 +193,9 @@ class CommandQueue:
             outputs: Number of its outputs.
         """
         with self.lock:
-            first = self._next
-            self._next += outputs
-            self._room = 0
-            takes = tuple(at for at in range(len(handles)) if sys.getrefcount(handles[at]) == _ALONE)
-            made = tuple(range(first, self._next))
+            first = self._reserve(outputs)
+            takes = self._taken(handles)
+            made = tuple(range(first, first + outputs))
             numbers = tuple(handle.number for handle in handles)
             asked = [self._send([Call(program, numbers, made, takes)], (), awaited=self.synchronous)]
         if self.synchronous:
@@ -200,6 +203,17 @@ class CommandQueue:
         else:
             self.channel.pace()
         return first
+
+    def _reserve(self, count: int) -> int:
+        """Return the first of some numbers for buffers that the next instruction fills; the caller holds the lock."""
+        first = self._next
+        self._next += count
+        self._room = 0
+        return first
+
+    def _taken(self, handles: Sequence[Buffer]) -> tuple[int, ...]:
+        """Return the places of handles that nobody else has."""
+        return tuple(at for at in range(len(handles)) if sys.getrefcount(handles[at]) == _ALONE)
 
     def read_on_worker(self, buffers: Sequence[int]) -> None:
         """Make the worker wait for the content of buffers that it receives in the background."""
@@ -250,6 +264,10 @@ class CommandQueue:
                 self._calls.pop()
             return True
 
+    def write_before_use(self, write: Callable[[], None]) -> None:
+        """Let a write precede the next use of a tensor of the device; called in finalizers."""
+        self.unwaited.append(write)
+
     @shielded
     def write_unwaited(self) -> None:
         """Write the results of collectives that nobody has waited for and whose works were collected, in order.
@@ -279,6 +297,11 @@ class CommandQueue:
         self.synchronous = self._forked = True  # so that already the first operator raises the error
 
     # ---- sending
+
+    def require_own(self) -> None:
+        """Raise an error in a forked process, whose parent has the device."""
+        if self._forked:
+            raise PoolError(_FORKED)
 
     @shielded
     def flush(
@@ -312,38 +335,53 @@ class CommandQueue:
             frames: Raw elements of their tensors.
             awaited: Whether the caller will wait for the reply; otherwise an empty message is not sent.
         """
-        if self._forked:
-            raise PoolError(
-                "a forked process, such as a worker of a DataLoader, cannot use tensors that its parent has on virtual "
-                "devices; give it tensors of the host (tensor.cpu()), and move to a device what comes from it, or use "
-                "num_workers=0"
-            )
+        self.require_own()
         with self.lock:
-            if self.dead:
-                self._bury()
-            if awaited or self._first or self._calls or last:
+            calls = self._take()
+            if awaited or self._first or calls or last:
                 if self._default_type is not None:
                     self._start.append((self.pool.default_type(self.worker, self._default_type), ()))
                     self._default_type = None
                 self._first, self._start = [*self._start, *self._first], []
             recorded: list[Instruction] = [instruction for instruction, _ in self._first]
             carried = [frame for _, brought in self._first for frame in brought]
-            if self._calls:
+            if calls:
                 self._size = min(2 * self._size, CALLS)
-                recorded += self._batches.instructions(self._calls)
-            if self.ended:  # not after a query: where it fails, the rest of its message is left out
-                recorded.append(Free((), tuple(self.ended.popleft() for _ in range(len(self.ended)))))
-            self._first, self._frame_bytes, self._calls = [], 0, []
-            self._full = self.records + self._size
+                recorded += calls
+            ended = self._take_ended()
+            if ended:  # not after a query: where it fails, the rest of its message is left out
+                recorded.append(Free((), ended))
+            self._first, self._frame_bytes = [], 0
+            self._limit()
             if recorded and last and isinstance(last[0], Ask):
                 self.channel.message(recorded, carried, awaited=False)
                 recorded, carried = [], []
             if awaited and last:
                 self._size = min(SOON, CALLS)
-                self._full = self.records + self._size
+                self._limit()
             if not (awaited or recorded or last):
                 return None
             return self.channel.message([*recorded, *last], [*carried, *frames], awaited=awaited)
+
+    def _take(self) -> list[Instruction]:
+        """Return the instructions for the recorded calls, which are no longer waiting."""
+        if self.dead:
+            self._bury()
+        calls, self._calls = self._calls, []
+        return self._batches.instructions(calls) if calls else []
+
+    def _take_ended(self) -> tuple[int, ...]:
+        """Return the definitions that are to be freed."""
+        return tuple(self.ended.popleft() for _ in range(len(self.ended)))
+
+    def _limit(self) -> None:
+        """Set the number of records with which the next batch is sent."""
+        self._full = self.records + self._size
+
+    @property
+    def _waiting(self) -> bool:
+        """True if something is recorded that has not been sent."""
+        return bool(self._calls or self._first)
 
     @property
     def state_bytes(self) -> int:
@@ -360,9 +398,7 @@ class CommandQueue:
             OneboxError: It failed.
         """
         with self.lock:
-            first = self._next
-            self._next += RETURNS
-            self._room = 0
+            first = self._reserve(RETURNS)
             asked = [self._send([Perform(kernel, tuple(inputs), tuple(floats), first)], (), awaited=True)]
         answer = self.channel.answer(asked.pop())
         (made,) = (result for result in answer.results if isinstance(result, OperatorResult))
@@ -413,7 +449,7 @@ class CommandQueue:
             OneboxError: It is gone; or an operator has failed since the last wait and was not reported.
         """
         with self.lock:
-            unused = self.unused and not self._calls and not self._first
+            unused = self.unused and not self._waiting
             learned, self.has_learned = self.has_learned, False
         if not unused:
             try:

@@ -16,8 +16,10 @@ from onebox.errors import OneboxError, PoolError, UsageError
 from onebox.pool import Pool, open_pool
 from onebox.pool.sharing import AttachedPool, parent_address
 from onebox.portable import after_fork_in_child
+from onebox.vgpu import native
 from onebox.vgpu.runtime.command_queue import Buffer, CommandQueue, IdleFlusher
 from onebox.vgpu.runtime.current_device import patches_for
+from onebox.vgpu.runtime.native_queue import NativeCommandQueue, NativeIdleFlusher
 from onebox.vgpu.runtime.request_channel import ScriptErrors
 
 Device = torch.device | str | int | None
@@ -39,7 +41,8 @@ class DeviceContext:
         self.owner = os.getpid()
         self.transfers = threading.RLock()
         self.errors = ScriptErrors(lambda: called, self._send, self._tidy)
-        self.queues = tuple(CommandQueue(pool, worker, idle.ring, self.errors) for worker in range(len(pool)))
+        kind = NativeCommandQueue if native.IN_USE else CommandQueue
+        self.queues = tuple(kind(pool, worker, idle.ring, self.errors) for worker in range(len(pool)))
         for queue in self.queues:
             queue.channel.others = [each.channel for each in self.queues]
         self._group = 0
@@ -115,6 +118,8 @@ class DeviceContext:
 def _after_fork() -> None:
     """Replace the locks and threads of a forked process; another thread of its parent may have held them."""
     _attaching[0] = threading.RLock()
+    if native.IN_USE:
+        native.load().after_fork()
     idle.after_fork()
     for each in _open_contexts.values():
         each.transfers = threading.RLock()
@@ -127,7 +132,7 @@ after_fork_in_child(_after_fork)
 after_failures: list[Callable[[Sequence[CommandQueue]], object]] = []
 """Called before a failure of an operator is raised, with the queues of the devices that may have stopped."""
 
-idle = IdleFlusher()
+idle = NativeIdleFlusher() if native.IN_USE else IdleFlusher()
 atexit.register(idle.end)
 _contexts: list[weakref.ref[DeviceContext]] = []
 _open_contexts: dict[int, DeviceContext] = {}
@@ -147,7 +152,19 @@ def attach(pool: Pool) -> DeviceContext:
         pool.closing.append(lambda: _open_contexts.pop(id(pool), None))
     _contexts[:] = [each for each in _contexts if each() is not made]
     _contexts.append(weakref.ref(made))
+    if isinstance(idle, NativeIdleFlusher):
+        _open_natively(made, idle)
     return made
+
+
+def _open_natively(devices: DeviceContext, flusher: NativeIdleFlusher) -> None:
+    """Make the devices of a pool those of C++, until it is closed."""
+    native.load().set_device_count(len(devices.queues))
+    for queue in devices.queues:
+        assert isinstance(queue, NativeCommandQueue)
+        queue.native.open()
+        devices.pool.closing.append(queue.native.close)
+    flusher.start(open_queues)
 
 
 def _newest() -> DeviceContext | None:
@@ -226,6 +243,8 @@ def device_count() -> int:
 
 def current_device() -> int:
     """Return the number of this thread's current device."""
+    if native.IN_USE:
+        return int(native.load().current_device())
     return getattr(_local, "device", 0)
 
 
@@ -240,7 +259,9 @@ def set_current_device(number: int) -> None:
         UsageError: There is no such device.
     """
     queue_of(torch.device("vgpu", number))
-    if number:
+    if native.IN_USE:
+        native.load().set_current_device(number)
+    elif number:
         NUMBERED.apply()
     _local.device = number
 

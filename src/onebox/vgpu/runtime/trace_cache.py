@@ -92,8 +92,20 @@ class Batcher:
 
     def instructions(self, calls: Sequence[Record]) -> list[Instruction]:
         """Return the instructions for calls."""
-        floats = tuple(chain.from_iterable(map(_floats, calls)))
-        code, inputs, outputs, strays = encode_trace(calls)
+        trace = encode_trace(calls)
+        return self.replayed(
+            trace.code, trace.inputs, trace.outputs, trace.strays, tuple(chain.from_iterable(map(_floats, calls)))
+        )
+
+    def replayed(
+        self,
+        code: tuple[int, ...],
+        inputs: tuple[int, ...],
+        outputs: tuple[int, ...],
+        strays: tuple[int, ...],
+        floats: tuple[float, ...],
+    ) -> list[Instruction]:
+        """Return the instructions for an encoded trace."""
         if not code:
             return [Free(strays)]
         made: list[Instruction] = []

@@ -1,0 +1,65 @@
+"""Random number generators for scripts written for CUDA: PyTorch's own, of virtual devices, which report ``cuda``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from onebox.vgpu.cuda_alias.device_names import number_of, to_cuda, to_vgpu
+from onebox.vgpu.integration import device_module
+from onebox.vgpu.integration.native_generators import making_own
+
+_plain: Any = torch._C.Generator
+
+
+class _Translating(type(_plain)):  # type: ignore[misc]
+    """Metaclass that makes generators of any device, and whose ``isinstance`` accepts all of them."""
+
+    def __call__(cls, device: Any = "cpu") -> Any:
+        place = torch.device(to_vgpu(device))
+        return _plain.__new__(cls, place) if place.type == "vgpu" else _plain(place)
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, _plain)
+
+    def __subclasscheck__(cls, kind: type) -> bool:
+        return issubclass(kind, _plain)
+
+
+class CudaGenerator(_plain, metaclass=_Translating):
+    """A random number generator, of a virtual device if requested.
+
+    Args:
+        device: Its device.
+    """
+
+    @property
+    def device(self) -> torch.device:
+        """Where it draws, such as ``cuda:0``."""
+        return to_cuda(_plain.device.__get__(self))
+
+    def clone_state(self) -> Any:
+        """Return another generator in the same state."""
+        return CudaGenerator(self.device).set_state(self.get_state())
+
+
+class DefaultGenerator(CudaGenerator):
+    """The generator that a device draws from where none is given."""
+
+    def manual_seed(self, seed: int) -> Any:
+        """Seed the generator."""
+        with device_module.device(number_of(self.device)):
+            device_module.manual_seed(seed)
+        return self
+
+    def initial_seed(self) -> int:
+        """Return the seed."""
+        with device_module.device(number_of(self.device)):
+            return device_module.initial_seed()
+
+
+def default_generator(device: Any) -> Any:
+    """Return the generator of a device."""
+    with making_own():
+        return DefaultGenerator(torch.device("vgpu", number_of(device)))

@@ -1,0 +1,336 @@
+"""What the device in C++ asks of Python: operators of a kind that is new to it, and those that do not simply run on one
+device."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._dynamo.eval_frame import set_eval_frame
+
+from onebox.errors import OperatorError, WireError
+from onebox.vgpu.core.native_tensor import (
+    NATIVE,
+    Handle,
+    command_queue_of,
+    handle_of,
+    is_virtual,
+    key_of,
+    layout_of,
+    view_in_buffer,
+    wrap,
+)
+from onebox.vgpu.dispatch.op_cache import SHAPED_BY_FLOATS, CachedOp, UnknownResult, infer_op, learn_op
+from onebox.vgpu.dispatch.registry import run_mixed, specials
+from onebox.vgpu.dispatch.synchronous import raise_plain, run_synchronously
+from onebox.vgpu.runtime.context import context_of, queue_of
+from onebox.vgpu.signals import shielded
+from onebox.wire import KernelSpec
+
+aten = torch.ops.aten
+
+_PLAIN_HERE = {"aten::copy_", "aten::_to_copy"}
+"""Special operators that are ordinary ones where all tensors are on one device."""
+
+
+def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that C++ calls, in which Dynamo does not trace: it is not part of the script."""
+
+    @functools.wraps(function)
+    def called(*args: Any) -> Any:
+        tracer = set_eval_frame(None)
+        try:
+            return function(*args)
+        finally:
+            if tracer is not None:
+                set_eval_frame(tracer)
+
+    return called
+
+
+@untraced
+@shielded
+def missed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operator that the device does not know, or teach it.
+
+    Args:
+        func: The overload.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+
+    Raises:
+        RuntimeError: What PyTorch raises for such arguments.
+        OneboxError: The worker is gone, or an argument is void because an operator before this one failed.
+    """
+    name = func.name()
+    tensors: list[Tensor] = []
+    floats: list[float] = []
+    others = _scan((args, kwargs), tensors, floats)
+    for queue in {command_queue_of(tensor) for tensor in tensors}:
+        if queue.unwaited:
+            queue.write_unwaited()
+    handler = specials.get(name)
+    ordinary = name.partition(".")[0] in _PLAIN_HERE and NATIVE.learnable() and _stays(tensors, kwargs)
+    if handler is not None and not ordinary:
+        return handler(args, kwargs)
+    if others:
+        return _decompose(func, args, kwargs) if _is_custom(func) else run_mixed(func, args, kwargs)
+    if not tensors:
+        return _factory(func, args, kwargs)
+    queue = command_queue_of(tensors[0])
+    device = kwargs.get("device")
+    if device is not None and not (device.type == "vgpu" and queue_of(device) is queue):
+        return _decompose(func, args, kwargs) if _is_composite(func) else _elsewhere(func, args, kwargs)
+    return _teach(queue, func, args, kwargs, tensors, floats)
+
+
+def _stays(tensors: list[Tensor], kwargs: dict[str, Any]) -> bool:
+    """Return whether an operator's result is on the device of its tensors."""
+    device = kwargs.get("device")
+    return device is None or (device.type == "vgpu" and queue_of(device) is command_queue_of(tensors[0]))
+
+
+def _factory(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    queue = queue_of(kwargs.get("device") or torch.device("vgpu"))
+    kwargs = {**kwargs, "device": queue.device}
+    kwargs.pop("pin_memory", None)
+    typed = any(argument.name == "dtype" for argument in func._schema.arguments)
+    if typed and kwargs.get("dtype") is None and torch.get_default_dtype() is not torch.float32:
+        kwargs["dtype"] = func(*args, **{**kwargs, "device": "meta"}).dtype  # the worker has its own default
+    if func is aten._efficientzerotensor.default:
+        func = aten.zeros.default
+        return func(*args, **kwargs)
+    floats: list[float] = []
+    _scan((args, kwargs), [], floats)
+    return _teach(queue, func, args, kwargs, [], floats)
+
+
+def _teach(
+    queue: Any,
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    tensors: list[Tensor],
+    floats: list[float],
+) -> Any:
+    if any(command_queue_of(tensor) is not queue for tensor in tensors):
+        return _across_devices(func, args, kwargs, tensors)
+    if _is_composite(func):
+        return _decompose(func, args, kwargs)
+    learnable = NATIVE.learnable()
+    if not learnable:
+        return run(queue, func, args, kwargs, tensors, floats)
+    try:
+        found = infer_op(func, args, kwargs)
+    except UnknownResult:
+        result = run(queue, func, args, kwargs, tensors, floats)
+        learned = learn_op(func, args, kwargs, result)
+        if learned is not None:
+            several = result if isinstance(result, tuple) else (result,)
+            learned.lengths = [len(item) if isinstance(item, list) else -1 for item in several]
+            _learn(queue, learned, tensors, ran=True)
+        return result
+    except WireError as error:
+        raise NotImplementedError(str(error)) from None
+    if found.changes:
+        return _resized(queue, found, func, args, kwargs, tensors)
+    return _learn(queue, found, tensors)
+
+
+def _learn(queue: Any, found: CachedOp, tensors: list[Tensor], *, ran: bool = False) -> None:
+    """Teach the device an operator."""
+    spec = found.kernel
+    views = tuple(map(view_in_buffer, tensors))
+    outs = tuple(
+        None if source >= 0 else out for out, source in zip(spec.outs, found.shared, strict=True)
+    )  # a view of an input is made here
+    found.kernel = KernelSpec(
+        spec.name, spec.args, spec.kwargs, spec.inputs, spec.floats, outs, views if any(views) else ()
+    )
+    queue.define(found)
+    queue.has_learned = True
+    returns = [
+        (item, None) if isinstance(item, int) else (-1, None) if item is None else (source, key_of(item))
+        for item, source in zip(found.returns, found.shared, strict=True)
+    ]
+    NATIVE.learn(found.number, returns, found.lengths, found.allocates, ran)
+
+
+def _resized(queue: Any, found: CachedOp, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
+    """Run an operator that gives arguments other layouts, such as one with ``out=``: after they have them."""
+    for position, layout in found.changes:
+        tensor = tensors[position]
+        if tensor.shape != layout.shape:
+            tensor.resize_(layout.shape)
+        tensor.as_strided_(layout.shape, layout.strides, layout.offset)
+    return func(*args, **kwargs)
+
+
+def run(
+    queue: Any,
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    tensors: list[Tensor],
+    floats: list[float],
+) -> Any:
+    """Run an operator once, without the device in C++ learning it."""
+    if func.name() in SHAPED_BY_FLOATS:
+        floats = []
+    try:
+        found = infer_op(func, args, kwargs)
+    except UnknownResult:
+        return run_synchronously(queue, func, args, kwargs, tensors, floats)
+    except WireError as error:
+        raise NotImplementedError(str(error)) from None
+    if found.changes:
+        return _resized(queue, found, func, args, kwargs, tensors)
+    handles = [handle_of(tensor) for tensor in tensors]
+    try:
+        first = queue.record(found, [handle.number for handle in handles], floats)
+    except OperatorError as error:  # from a synchronous queue
+        raise_plain(error, str(func))
+    queue.forget(found)
+    values: list[Any] = []
+    for item in found.returns:
+        if item is None or isinstance(item, int):
+            values.append(None if item is None else tensors[item])
+            continue
+        values.append(wrap(Handle(queue, first), item))
+        first += 1
+    return values[0] if found.rebuild is None else found.rebuild(values)
+
+
+def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+    """Run an operator."""
+    return func(*args, **(kwargs or {}))
+
+
+def launch(queue: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run an operator on a given device, with or without tensor arguments, whatever else it is on this device."""
+    tensors: list[Tensor] = []
+    floats: list[float] = []
+    if _scan((args, kwargs), tensors, floats):
+        raise RuntimeError(f"{func} for {queue.device} with tensors of other devices")
+    if queue.unwaited:
+        queue.write_unwaited()
+    if func.name() not in specials:
+        return func(*args, **kwargs)
+    if any(command_queue_of(tensor) is not queue for tensor in tensors):
+        return _across_devices(func, args, kwargs, tensors)
+    return run(queue, func, args, kwargs, tensors, floats)
+
+
+def unshare(tensors: Any) -> None:
+    """Do nothing: tensors have layouts of their own."""
+
+
+def _scan(value: Any, tensors: list[Tensor], floats: list[float]) -> bool:
+    """Collect the virtual tensors and the numbers among arguments; return whether there are other tensors."""
+    if isinstance(value, Tensor):
+        if is_virtual(value):
+            tensors.append(value)
+            return False
+        return True
+    if isinstance(value, dict):
+        value = tuple(value.values())
+    if isinstance(value, list | tuple):
+        found = [_scan(item, tensors, floats) for item in value]
+        return any(found)
+    if isinstance(value, float):
+        floats.append(value)
+    return False
+
+
+def _is_composite(func: Any) -> bool:
+    return _composite_key(func) is not None
+
+
+def _is_custom(func: Any) -> bool:
+    return func.namespace != "aten" and _is_composite(func)
+
+
+def _composite_key(func: Any) -> str | None:
+    kinds = ["CompositeImplicitAutograd"]
+    if func.namespace != "aten":
+        kinds.append("CompositeExplicitAutograd")
+    name = func.name()
+    return next((kind for kind in kinds if torch._C._dispatch_has_kernel_for_dispatch_key(name, kind)), None)
+
+
+def _decompose(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return func._op_dk(getattr(torch._C.DispatchKey, _composite_key(func) or ""), *args, **kwargs)
+
+
+def _elsewhere(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def looks(value: Any) -> Any:
+        return layout_of(value).on_meta() if is_virtual(value) else value
+
+    return func(*map(looks, args), **{key: looks(value) for key, value in kwargs.items()})
+
+
+def _across_devices(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]) -> Any:
+    for tensor in tensors:
+        context_of(command_queue_of(tensor))
+        command_queue_of(tensor).require_own()
+    if _is_custom(func):
+        return _decompose(func, args, kwargs)
+    raise mixed_devices(tensors)
+
+
+def mixed_devices(tensors: list[Any]) -> RuntimeError:
+    """Return the error that PyTorch raises when an operator's tensors are on several devices."""
+    places = list(dict.fromkeys(str(tensor.device) for tensor in tensors))
+    return RuntimeError(
+        f"Expected all tensors to be on the same device, but found at least two devices, {' and '.join(places[:2])}!"
+    )
+
+
+@untraced
+@shielded
+def write_due(queue: Any) -> None:
+    """Write the results of collectives that nobody has waited for, before another call on their device."""
+    queue.owner.write_unwaited()
+
+
+@untraced
+@shielded
+def send_full(queue: Any) -> None:
+    """Send the calls of a queue in C++ that are enough for a batch."""
+    try:
+        queue.owner.send_full()
+    except OperatorError as error:  # of a synchronous queue, whose only call this is
+        raise_plain(error, error.operator)
+
+
+def implement(library: torch.library.Library) -> None:
+    """Register what PyTorch does not ask the device for."""
+    library.impl("_pin_memory", _not_pinned, "CPU")
+    library.impl("_has_compatible_shallow_copy_type", _compatible, "PrivateUse1")
+
+
+def _not_pinned(tensor: Tensor, device: Any = None) -> Tensor:
+    """Return an ordinary copy for a request of pinned memory, as tensors for a worker are copied in any case."""
+    return tensor.clone()
+
+
+def _compatible(one: Tensor, other: Tensor) -> bool:
+    """Return whether a tensor may be given another one's data, as ``model.to`` does: also one of the host's."""
+    return all(tensor.layout is torch.strided for tensor in (one, other))
+
+
+__all__ = [
+    "SHAPED_BY_FLOATS",
+    "dispatch",
+    "implement",
+    "launch",
+    "missed",
+    "mixed_devices",
+    "run",
+    "send_full",
+    "unshare",
+    "write_due",
+]
