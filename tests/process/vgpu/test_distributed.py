@@ -229,6 +229,7 @@ def test_a_collective_whose_work_is_collected_is_written_before_the_next_use() -
     def run(rank: int) -> list[Any]:
         x, y, host = of_rank(rank), of_rank(rank), of_rank(rank, "cpu")
         dist.all_reduce(torch.zeros(1, device=x.device))  # forms the group
+        torch.stack([x, y])  # the next use is an operator that the device knows
         queue = current_context().queues[rank]
         for tensor in (x, x, host):  # x twice: three times the sum
             dropped: list[Any] = [dist.all_reduce(tensor, async_op=True)]
