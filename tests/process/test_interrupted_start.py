@@ -44,6 +44,10 @@ def opened(interrupt: Interrupt) -> None:
     pool.close()
 
 
+def loops() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name == "onebox-client-loop"}
+
+
 def workers() -> list[int]:
     return [each.pid for each in psutil.Process().children(recursive=True) if each.name() == "onebox-worker"]
 
@@ -54,10 +58,10 @@ def test_a_pool_whose_opening_is_interrupted_ends() -> None:
     opened(Interrupt())  # with a zygote, which stays
     counted = Interrupt()
     opened(counted)
-    running = set(workers())
+    serving, running = loops(), set(workers())  # of a pool that tests share
     for point in range(POINTS):
         with pytest.raises(KeyboardInterrupt):
             opened(Interrupt(1 + point * counted.lines // (POINTS + 1)))
         gc.collect()
-        assert "onebox-client-loop" not in {thread.name for thread in threading.enumerate()}
+        assert loops() <= serving
         until(lambda: set(workers()) <= running)

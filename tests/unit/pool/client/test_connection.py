@@ -209,7 +209,7 @@ def test_sockets_that_a_thread_still_uses_are_left_to_it(folder: str, monkeypatc
             loop.post(0, [Ask("scalars", ())], answer=True).add_done_callback(hang)
             worker.reply(1)
             assert hangs.wait(20)
-            opened = descriptors() - before
+            opened = {each for each in descriptors() - before if not each[1].startswith("/proc/")}  # of other threads
             loop.stop()
             assert opened and opened <= descriptors()
             goes_on.set()
