@@ -143,9 +143,9 @@ class DefaultGenerator(VirtualGenerator):
 def default_generator(device: Any) -> Any:
     """Return the generator of a device."""
     if native.IN_USE:
-        from onebox.vgpu.cuda_alias import native_generators
+        from onebox.vgpu.cuda_alias import cuda_generators
 
-        return native_generators.default_generator(device)
+        return cuda_generators.default_generator(device)
     made = torch._C.Generator.__new__(DefaultGenerator)
     made._begin(queue_of(torch.device("vgpu", number_of(device))))
     return made

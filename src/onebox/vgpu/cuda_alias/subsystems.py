@@ -49,7 +49,7 @@ def translate_amp(patches: Patches) -> None:
 def translate_generators(patches: Patches) -> None:
     """Make generators of virtual devices for ``cuda``, and report that as their device."""
     if native.IN_USE:
-        from onebox.vgpu.cuda_alias.native_generators import CudaGenerator
+        from onebox.vgpu.cuda_alias.cuda_generators import CudaGenerator
 
         patches.set(torch, "Generator", CudaGenerator)
         return

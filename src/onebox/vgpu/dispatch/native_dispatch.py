@@ -1,5 +1,4 @@
-"""What the device in C++ asks of Python: operators of a kind that is new to it, and those that do not simply run on one
-device."""
+"""The dispatcher of the device in C++: operators of a kind new to it, and those that do not run on one device."""
 
 from __future__ import annotations
 
@@ -120,8 +119,7 @@ def _teach(
         return _across_devices(func, args, kwargs, tensors)
     if _is_composite(func):
         return _decompose(func, args, kwargs)
-    learnable = NATIVE.learnable()
-    if not learnable:
+    if not NATIVE.learnable():
         return run(queue, func, args, kwargs, tensors, floats)
     try:
         found = infer_op(func, args, kwargs)

@@ -1,4 +1,4 @@
-"""What the device in C++ asks of Python for random number generators, which live on workers; 0 is a device's own."""
+"""Random number generators of the device in C++, which live on workers; 0 is a device's own."""
 
 from __future__ import annotations
 

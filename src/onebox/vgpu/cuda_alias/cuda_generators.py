@@ -36,7 +36,7 @@ class CudaGenerator(_plain, metaclass=_Translating):
 
     @property
     def device(self) -> torch.device:
-        """Where it draws, such as ``cuda:0``."""
+        """The device, such as ``cuda:0``."""
         return to_cuda(_plain.device.__get__(self))
 
     def clone_state(self) -> Any:
@@ -44,7 +44,7 @@ class CudaGenerator(_plain, metaclass=_Translating):
         return CudaGenerator(self.device).set_state(self.get_state())
 
 
-class DefaultGenerator(CudaGenerator):
+class DeviceGenerator(CudaGenerator):
     """The generator that a device draws from where none is given."""
 
     def manual_seed(self, seed: int) -> Any:
@@ -62,4 +62,4 @@ class DefaultGenerator(CudaGenerator):
 def default_generator(device: Any) -> Any:
     """Return the generator of a device."""
     with making_own():
-        return DefaultGenerator(torch.device("vgpu", number_of(device)))
+        return DeviceGenerator(torch.device("vgpu", number_of(device)))
