@@ -111,6 +111,9 @@ def _transformers(name: str, devices: int, flags: str = "", **more: Any) -> Case
 CASES = (
     _case("torchrun", "DistributedDataParallel", 2, "torchrun", launcher=TORCHRUN),
     _case("torchrun", "DistributedDataParallel", 4, "torchrun", launcher=TORCHRUN),
+    _case("torchrun", "fully_shard", 2, "sharded fully_shard", launcher=TORCHRUN),
+    _case("torchrun", "tensor parallelism", 2, "sharded tensor_parallel", launcher=TORCHRUN),
+    _case("torchrun", "functional collectives", 2, "sharded functional", launcher=TORCHRUN),
     _case("torch.multiprocessing", "spawn", 2, "spawn"),
     _case("torch.multiprocessing", "shared model", 1, "hogwild", ranks=False),
     _accelerate("python", 1),

@@ -15,6 +15,9 @@ BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "launchers.py"
 
 TIERS = {
     "torchrun DistributedDataParallel 2": pytest.mark.short,
+    "torchrun fully_shard 2": pytest.mark.short,
+    "torchrun tensor parallelism 2": pytest.mark.long,
+    "torchrun functional collectives 2": pytest.mark.long,
     "accelerate launch 2": pytest.mark.long,
     "lightning ddp 2": pytest.mark.long,
     "trl SFTTrainer 2": pytest.mark.long,  # the Trainer of transformers, with PEFT

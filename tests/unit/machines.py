@@ -11,7 +11,6 @@ from torch import Tensor
 
 from onebox.emulator.device import EmulatedDevice
 from onebox.emulator.executor import EmulatedExecutor
-from onebox.vgpu.runtime.trace_cache import Record, encode_trace
 from onebox.wire import (
     FREE,
     KernelSpec,
@@ -57,24 +56,37 @@ class Batch(NamedTuple):
 
     def instructions(self, kernels: dict[int, KernelSpec]) -> list[Instruction]:
         """Return the definition of the batch, its replay, and the end of its definition."""
-        records: list[Record] = []
-        at = 0
+        code: list[int] = []
+        inputs: list[int] = []
+        strays: list[int] = []
+        slots: dict[int, int] = {}  # of the buffers that are alive
+        made = at = 0
         while at < len(self.calls):
-            number = self.calls[at]
-            if number == FREE:
-                records.append((FREE, self.calls[at + 1], 0, 0, ()))
-                at += 2
+            kernel, at = self.calls[at], at + 1
+            if kernel == FREE:
+                number, at = self.calls[at], at + 1
+                if number in slots:
+                    code += (FREE, slots.pop(number))
+                else:
+                    strays.append(number)
                 continue
-            middle = at + 1 + kernels[number].inputs
-            outputs = self.calls[middle : middle + sum(out is not None for out in kernels[number].outs)]
-            records.append((number, self.calls[at + 1 : middle], outputs[0] if outputs else 0, len(outputs), ()))
-            at = middle + len(outputs)
-        code, inputs, made, strays = encode_trace(records)
+            code.append(kernel)
+            spec = kernels[kernel]
+            for number in self.calls[at : at + spec.inputs]:
+                if number not in slots:
+                    inputs.append(number)
+                    slots[number] = -len(inputs)
+                code.append(slots[number])
+            at += spec.inputs
+            kept = sum(out is not None for out in spec.outs)
+            slots |= {number: made + index for index, number in enumerate(self.calls[at : at + kept])}
+            made, at = made + kept, at + kept
+        outputs = tuple(number for number, slot in slots.items() if slot >= 0)
         if not code:
-            return [Free(strays)]
+            return [Free(tuple(strays))]
         return [
-            Define(_TAPE, TapeSpec(code, len(inputs), len(self.floats))),
-            Replay(_TAPE, inputs, made, self.floats, strays),
+            Define(_TAPE, TapeSpec(tuple(code), len(inputs), len(self.floats))),
+            Replay(_TAPE, tuple(inputs), outputs, self.floats, tuple(strays)),
             Free((), (_TAPE,)),
         ]
 

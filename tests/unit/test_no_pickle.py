@@ -49,7 +49,7 @@ REPLACED = {
     "graph/capture/reading.py": {"types.FunctionType"},
     "vgpu/distributed/ranks.py": {"torch.multiprocessing.spawn", "torch.multiprocessing.spawn.ProcessRaisedException"},
     "pool/sharing/attached_pool.py": {"multiprocessing.util", "multiprocessing.util.Finalize"},
-    "vgpu/integration/serialization.py": {"multiprocessing.reduction", "multiprocessing.reduction.ForkingPickler"},
+    "vgpu/integration/shared_tensors.py": {"multiprocessing.reduction", "multiprocessing.reduction.ForkingPickler"},
 }
 """Names that scripts use and that are given something else to do here: ranks are threads, and nothing is pickled. A
 function of PyTorch itself that is called with another attention; two of onebox's own, with globals to which PyTorch may

@@ -101,8 +101,7 @@ def install_on_demand() -> None:
 
 def set_synchronous(on: bool) -> None:
     """Set whether every operator is waited for, so that an error is raised at its own line; for debugging."""
-    for queue in current_context().queues:
-        queue.synchronous = on
+    current_context().set_synchronous(on)
 
 
 def used_devices(pool: Pool) -> set[int]:

@@ -17,44 +17,39 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.utils._foreach_utils as foreach_utils
-from torch import nn
 from torch.cuda import nccl
 from torch.distributed import device_mesh, distributed_c10d
-from torch.fx.experimental import proxy_tensor
-from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import optimizer as torch_optimizer
-from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from onebox.errors import PoolError
 from onebox.vgpu import native, signals
 from onebox.vgpu import patches as patching
 from onebox.vgpu.compile import default_backend
-from onebox.vgpu.core import storage
-from onebox.vgpu.core.tensor import VirtualTensor, command_queue_of, is_virtual
-from onebox.vgpu.dispatch import copies, factories, host_arguments
+from onebox.vgpu.core.tensor import command_queue_of, is_virtual
+from onebox.vgpu.dispatch import copies, dispatch, host_arguments
+from onebox.vgpu.dispatch.op_inference import SHAPED_BY_FLOATS
 from onebox.vgpu.distributed import data_parallel, ddp_reducer, process_group, ranks, sync_batchnorm
 from onebox.vgpu.integration import (
     accelerator,
-    backward,
     default_dtype,
     device_module,
-    lazy_modules,
-    module_conversion,
-    serialization,
+    elements,
+    first_use,
+    generators,
+    shared_tensors,
+    void_gradients,
 )
-from onebox.vgpu.integration.generators import VirtualGenerator
 from onebox.vgpu.ops import (
     attention,
     autocast,
+    chunk_cat,
+    embedding_bags,
     histogram,
     one_hot,
-    out_arguments,
     padded_batches,
     recurrent_cells,
     sequence_lengths,
-    sparse,
 )
 from onebox.vgpu.patches import Patch, Patches
 from onebox.vgpu.runtime import context
@@ -75,29 +70,24 @@ def install() -> None:
             name = torch._C._get_privateuse1_backend_name()
             if name not in ("privateuseone", "vgpu"):
                 raise PoolError(f"PyTorch has a device {name!r} of its own kind already, and room for one only")
-            if native.IN_USE:
-                _register_natively()
-            else:
-                _setup_privateuseone_for_python_backend(
-                    rename="vgpu", backend_module=device_module.as_module(), device_guard=backward.VirtualDeviceGuard()
-                )
+            torch.utils.rename_privateuse1_backend("vgpu")
+            torch._register_device_module("vgpu", device_module.as_module())
+            torch.utils.generate_methods_for_privateuse1_backend()
+            context.begin_device = _begin_device
             process_group.register()
             _import_for_storages()
             _registered.append(True)
         PATCHES.apply()
 
 
-def _register_natively() -> None:
-    """Register the device in C++, and what it asks of Python."""
-    from onebox.vgpu.dispatch import native_dispatch  # which loads it
-    from onebox.vgpu.integration.native_generators import Generators
-
-    torch.utils.rename_privateuse1_backend("vgpu")
-    torch._register_device_module("vgpu", device_module.as_module())
-    torch.utils.generate_methods_for_privateuse1_backend()
-    device = native.load()
-    device.handle(native_dispatch.missed, native_dispatch.send_full, native_dispatch.write_due, Generators())
-    device.register_kernels(sorted(native_dispatch.SHAPED_BY_FLOATS))
+def _begin_device() -> Any:
+    """Return the module in C++, once it has registered the device and knows what to ask of Python."""
+    device = native.loaded()
+    if device is None:
+        device = native.load()
+        device.handle(dispatch.missed, dispatch.send_full, dispatch.write_due, generators.Generators())
+        device.register_kernels(sorted(SHAPED_BY_FLOATS))
+    return device
 
 
 def _import_for_storages() -> None:
@@ -125,21 +115,9 @@ def _implement_operators(patches: Patches) -> None:
     aten, everything = torch.library.Library("aten", "IMPL"), torch.library.Library("_", "IMPL")
     patches.on_removal(aten._destroy)
     patches.on_removal(everything._destroy)
-    for module in (autocast, sequence_lengths, out_arguments, one_hot, attention):
+    for module in (autocast, one_hot, attention):
         module.implement(aten)
-    if native.IN_USE:
-        from onebox.vgpu.dispatch import native_dispatch
-
-        native_dispatch.implement(aten)
-    else:
-        factories.implement(aten)
-        sparse.implement(aten)
     autocast.implement_others(everything)
-
-
-def _let_optimizers_group(patches: Patches) -> None:
-    """Make optimizers update all parameters in one operator, as on a GPU; they check exact types."""
-    patches.append(torch_optimizer._foreach_supported_types, VirtualTensor)
 
 
 def _flush_after_steps(patches: Patches) -> None:
@@ -194,63 +172,48 @@ def _by(value: Any) -> Callable[[Any], Any]:
     return lambda _: value
 
 
-def _with_vgpu(original: Callable[[], list[str]]) -> Callable[[], list[str]]:
-    names = [*original(), "vgpu"]
-    return lambda: names
+def _in_calling_thread(engine: Callable[..., Any]) -> Callable[..., Any]:
+    """Make backward passes run in the thread that calls them.
 
+    PyTorch starts threads for the devices that it knows at the first backward pass of the process, which may have been
+    before this one was registered.
+    """
 
-def _backward(engine: Callable[..., Any]) -> Callable[..., Any]:
-    return ddp_reducer.unpinned(engine if native.IN_USE else backward.in_calling_thread(engine))
+    @functools.wraps(engine)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with torch.autograd.set_multithreading_enabled(False):
+            return engine(*args, **kwargs)
+
+    return ddp_reducer.unpinned(run)
 
 
 # ---- the table
 
 _core: Any = torch._C
-_lazy: Any = nn.parameter.UninitializedTensorMixin  # type: ignore[attr-defined]
-
-_OF_THE_DEVICE_IN_CPP: tuple[Any, ...] = (
-    serialization.share_among_processes,
-    Patch(torch.storage._StorageBase, "byteswap", storage.swapping_on_host),
-)
-"""What its storages need."""
-
-_OF_THE_SUBCLASS: tuple[Any, ...] = (
-    _let_optimizers_group,
-    Patch(torch, "Generator", _by(VirtualGenerator)),
-    Patch(torch.UntypedStorage, "__new__", storage.on_host_only),
-    Patch(proxy_tensor, "HANDLED_TYPES", lambda kinds: (*kinds, VirtualTensor)),
-    Patch(torch.__future__, "get_swap_module_params_on_conversion", module_conversion.swapping),
-    Patch(nn.Module, "_load_from_state_dict", module_conversion.loading),
-    Patch(nn.Module, "_apply", module_conversion.moving),
-    serialization.add_to_pickle,
-)
-"""What PyTorch does by itself for tensors that are no subclass."""
-
 PATCHES = Patches(
     (
-        *(_OF_THE_DEVICE_IN_CPP if native.IN_USE else _OF_THE_SUBCLASS),
-        lambda patches: patches.append(context.after_failures, backward.drop_void_gradients),
+        lambda patches: patches.append(context.after_failures, void_gradients.drop_void_gradients),
         # operators, tensors and their types
         _implement_operators,
+        *(Patch(torch, name, first_use.beginning) for name in ("Generator", "Stream", "Event")),
+        Patch(torch.Tensor, "pin_memory", first_use.not_pinned, added=True),
         Patch(_core, "_set_default_dtype", default_dtype.followed),
         Patch(_core, "_set_default_tensor_type", default_dtype.followed),
         # torch.accelerator
+        Patch(_core, "_get_accelerator", first_use.accelerator_of(_core)),
         *(
             Patch(_core, f"_accelerator_{name}", _by(answer), since=(2, 13) if name in accelerator.RECENT else (2, 11))
             for name, answer in accelerator.ANSWERS.items()
         ),
-        # autograd, and transformations of functions: make_fx ignores operators on unknown classes of tensors
-        Patch(torch.autograd.graph, "_engine_run_backward", _backward, also=(torch.autograd,)),
-        # modules
-        Patch(LazyModuleMixin, "_apply", _by(lazy_modules.apply_lazily), added=True),
-        Patch(_lazy, "materialize", lazy_modules.materializer),
+        # autograd
+        Patch(torch.autograd.graph, "_engine_run_backward", _in_calling_thread, also=(torch.autograd,)),
         # optimizers
         _flush_after_steps,
         Patch(torch.amp.GradScaler, "_lazy_init_scale_growth_tracker", _scaling),
-        Patch(foreach_utils, "_get_foreach_kernels_supported_devices", _with_vgpu, also=(torch_optimizer,)),
-        # files
-        Patch(torch._utils, "_rebuild_tensor", serialization.rebuilding),
-        Patch(torch.serialization, "_legacy_load", serialization.filling_afterwards),
+        # storages, printed values, and queues between processes
+        Patch(torch.storage._StorageBase, "byteswap", elements.swapping_on_host),
+        Patch(torch._tensor_str, "_str", elements.printed_at_once),
+        shared_tensors.share_among_processes,
         # nn.DataParallel
         *(
             Patch(_core, name, functools.partial(data_parallel.either, function), added=True)
@@ -284,12 +247,15 @@ PATCHES = Patches(
 
 __all__ = [
     "PATCHES",
+    "chunk_cat",
     "copies",
+    "embedding_bags",
     "histogram",
     "host_arguments",
     "install",
     "padded_batches",
     "recurrent_cells",
+    "sequence_lengths",
     "sync_batchnorm",
     "uninstall",
 ]

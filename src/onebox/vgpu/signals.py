@@ -2,14 +2,10 @@
 
 Python runs a handler between any two steps of the main thread, and an exception of the handler, ``KeyboardInterrupt``
 above all, is raised there. In the middle of a message to a worker that would leave client and worker with inconsistent
-state; in a tensor's finalizer Python drops the exception, and Ctrl-C with it. And autograd queries the device type from
-PyTorch's guard for devices in Python, whenever it records an operator or runs a node, where C++ must not throw: the
-process would abort (pybind11 looks the guard's method up with ``PyObject_Str``, which runs handlers; in a tight loop
-one Ctrl-C in three came there).
+state; in a finalizer Python drops the exception, and Ctrl-C with it.
 
 So, once virtual devices are open, ``signal.signal`` wraps handlers. A signal that comes in a :func:`shielded` function,
-or in its callees, is raised again a moment later. Waits for a worker let it through (:func:`interruptible`). (True of
-torch 2.11 to 2.13 and pybind11 3; tests/process/vgpu/test_signals.py.)
+or in its callees, is raised again a moment later. Waits for a worker let it through (:func:`interruptible`).
 """
 
 from __future__ import annotations
@@ -35,19 +31,6 @@ _MOST_SILENT = 500
 
 PATIENCE_S = 3.0
 """Deferral after which a signal is let through in any case: something hangs, and the user wants to end it."""
-
-
-class _DeviceGuardState:
-    """State of C++'s use of the device guard; an object's, as an attribute of a class is slow to set."""
-
-    __slots__ = ("entered",)
-
-    def __init__(self) -> None:
-        self.entered = False
-        """Set by the guard's first function and reset by its last; C++ holds the GIL in between."""
-
-
-device_guard_state = _DeviceGuardState()
 
 
 _shielded: set[Any] = set()
@@ -115,7 +98,7 @@ class _Patient:
         frame = _users_frame(frame)
         since_s = _waiting.get(number)
         patient = since_s is None or time.monotonic() - since_s < PATIENCE_S
-        if device_guard_state.entered or (patient and _must_wait(frame)):
+        if patient and _must_wait(frame):
             if since_s is None:
                 _waiting[number] = time.monotonic()
                 _thread.start_new_thread(_come_again, (number,))
@@ -211,7 +194,6 @@ def _unwrap_handlers() -> None:
 
 __all__ = [
     "deliver_signals",
-    "device_guard_state",
     "interruptible",
     "shielded",
     "unwrapping_get",

@@ -196,16 +196,18 @@ def test_a_failure_is_told_beside_a_view_that_pytorch_cannot_explain_any_more() 
 
 
 @pytest.mark.parametrize("by_set", [False, True])
-def test_a_view_passes_its_gradient_to_the_elements_it_was_made_of(by_set: bool) -> None:
-    """Its base has other memory of another layout by then, in which PyTorch on CPUs takes other elements."""
-    x = torch.arange(3.0, device="vgpu:0").requires_grad_()
-    view, memory = x.permute(0), torch.arange(6.0, device="vgpu:0")[2:5]
-    with torch.no_grad():
-        x.mul_(2)
-        if by_set:
-            x.set_(memory)
-        else:
-            x.data = memory
-    (view * torch.tensor([1.0, 10.0, 100.0], device="vgpu:0")).sum().backward()
-    assert x.grad is not None
-    assert (x.tolist(), view.tolist(), x.grad.tolist()) == ([2, 3, 4], [0, 2, 4], [1, 10, 100])
+def test_a_view_of_a_tensor_with_other_memory_has_the_gradient_of_the_cpu(by_set: bool) -> None:
+    def run(place: str) -> list[Any]:
+        x = torch.arange(3.0, device=place).requires_grad_()
+        view, memory = x.permute(0), torch.arange(6.0, device=place)[2:5]
+        with torch.no_grad():
+            x.mul_(2)
+            if by_set:
+                x.set_(memory)
+            else:
+                x.data = memory
+        (view * torch.tensor([1.0, 10.0, 100.0], device=place)).sum().backward()
+        assert x.grad is not None
+        return [x.tolist(), view.tolist(), x.grad.tolist()]
+
+    assert run("vgpu:0") == run("cpu")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -121,3 +122,24 @@ def test_an_operator_that_is_refused_in_a_backward_pass_raises(monkeypatch: pyte
     monkeypatch.setitem(registry.specials, "aten::tanh_backward", _fail)
     with pytest.raises(Mine, match="on purpose"):
         y.sum().backward()
+
+
+AFTERWARDS = """
+import torch
+x = torch.ones(3, requires_grad=True)
+x.square().sum().backward()  # at the first such pass PyTorch counts its devices
+import onebox
+from onebox.vgpu import attach
+with onebox.open("cpu*2", threads=1) as pool:
+    attach(pool)
+    y = x.detach().to("vgpu:1").requires_grad_()
+    (y * 3).sum().to("vgpu:0").backward()
+    print(y.grad.tolist())
+"""
+
+
+@pytest.mark.long  # a process that imports PyTorch
+def test_a_pass_before_there_was_a_virtual_device() -> None:
+    done = subprocess.run([sys.executable, "-c", AFTERWARDS], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "[3.0, 3.0, 3.0]\n"

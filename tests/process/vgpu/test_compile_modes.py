@@ -227,7 +227,7 @@ def test_the_layers_of_a_step_are_two_calls(programs: list[Any]) -> None:
     for _ in range(3):
         here.zero_grad()
         step(x).sum().backward()
-        counts.append((stream.records, stream.channel.waits, len(programs)))
+        counts.append((stream.native.recorded, stream.channel.waits, len(programs)))
     records, waits, calls = (now - then for now, then in zip(counts[2], counts[1], strict=True))
     assert (waits, calls) == (0, 2)
     assert records < 8, "what is left is the sum and its gradient"

@@ -235,7 +235,7 @@ def test_a_collective_whose_work_is_collected_is_written_before_the_next_use() -
             dropped: list[Any] = [dist.all_reduce(tensor, async_op=True)]
             if tensor is x:
                 dropped.append(dropped)  # found by the garbage collector alone
-            records = queue.records
+            records = queue.native.recorded
             with queue.lock:
                 del dropped
                 for _ in range(1000):  # a collection does nothing while another thread's goes on
@@ -244,7 +244,7 @@ def test_a_collective_whose_work_is_collected_is_written_before_the_next_use() -
                         break
                     time.sleep(0.01)
             assert queue.unwaited
-            assert queue.records == records, "a finalizer has issued an operator"
+            assert queue.native.recorded == records, "a finalizer has issued an operator"
         gathered = torch.stack([x, y])[0].tolist()
         x.zero_()
         dist.all_reduce(y, async_op=True)

@@ -327,6 +327,20 @@ def test_a_singular_matrix(lasting: onebox.Pool) -> None:
     assert torch.linalg.inv(torch.eye(3, device="vgpu:0")).sum().item() == 3
 
 
+def test_tensors_of_a_closed_pool_that_nothing_else_knows_fail_as_such() -> None:
+    with onebox.open("cpu", threads=1) as opened:
+        attach(opened)
+        x = torch.ones(3, device="vgpu:0")
+    del opened
+    gc.collect()
+    with onebox.open("cpu", threads=1) as other:
+        attach(other)
+        with pytest.raises(OperatorError):  # before it, all tensors are looked at
+            torch.ones(2, device="vgpu:0").index_select(0, torch.tensor([5], device="vgpu:0")).tolist()
+    with pytest.raises(PoolError, match="the pool is closed"):
+        x.tolist()
+
+
 # ---- memory
 
 

@@ -15,11 +15,11 @@ from torch import Tensor
 
 import onebox
 from onebox.vgpu import signals
+from onebox.vgpu.runtime import batcher, request_channel
 from onebox.vgpu.runtime import command_queue as stream_module
-from onebox.vgpu.runtime import request_channel, trace_cache
 from onebox.vgpu.runtime.context import current_context
 
-FILES = {stream_module.__file__, request_channel.__file__, trace_cache.__file__}
+FILES = {stream_module.__file__, request_channel.__file__, batcher.__file__}
 CALLS = 5
 HANDLED_S = 30.0
 
@@ -90,7 +90,7 @@ def test_ctrl_c_at_any_line() -> None:
     work(start, expected)
     x = start.to("vgpu:0")
     for _ in range(4):
-        work(x, [])  # by now there are blocks
+        work(x, [])  # by now there are tapes
     stream = current_context().queues[0]
     interrupted = 0
     for line in range(1, lines(), 7):
@@ -104,5 +104,5 @@ def test_ctrl_c_at_any_line() -> None:
         work(x, more)
         for ours, theirs in zip([*made, *more], [*expected[: len(made)], *expected], strict=True):
             assert ours.tolist() == theirs.tolist(), f"interrupted at line {line}"
-        assert not stream._calls
+        assert not stream.native.calls
     assert interrupted > 20

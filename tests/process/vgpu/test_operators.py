@@ -62,6 +62,28 @@ def test_the_rank_of_a_matrix_is_written_to_out() -> None:
     assert out.item() == 4
 
 
+def test_what_an_output_lacks_it_gets_in_its_memory() -> None:
+    source = torch.ones(300, device="vgpu:0")
+    for _ in range(2):
+        out, whole = torch.empty(0, device="vgpu:0"), torch.zeros(4, 4, device="vgpu:0")
+        torch.cat([source, source], out=out)
+        assert out.shape == (600,) and out.sum().item() == 600
+        torch.add(torch.ones(4, 2, device="vgpu:0"), 1, out=whole[1])
+        assert whole.tolist() == [[0] * 4, [2] * 4, [2] * 4, [0] * 4]
+
+
+def test_an_output_that_shares_memory_is_refused_as_on_the_cpu() -> None:
+    x = torch.ones(3, 3, device="vgpu:0")
+    for inputs in ([x, x], [x, torch.ones(1, 3, device="vgpu:0")]):
+        with pytest.raises(RuntimeError, match="refer to a single memory location"):
+            torch.cat(inputs, out=x).tolist()
+    y = torch.ones(2, 3, device="vgpu:0")
+    assert torch.maximum(y[0], y + 1, out=y[0]).tolist() == [[2, 2, 2], [2, 2, 2]]
+    row = y[0]
+    with pytest.raises(RuntimeError, match=r"output with shape \[3\] doesn't match the broadcast shape \[2, 3\]"):
+        torch.maximum(row, y + 1, out=row).tolist()
+
+
 def test_what_only_the_worker_knows_is_asked_once() -> None:
     module, image = nn.BatchNorm2d(7).eval().to("vgpu:0"), torch.randn(2, 7, 5, 5, device="vgpu:0")
     stream = current_context().queues[0]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-pytestmark = [pytest.mark.filterwarnings("ignore:Sparse invariant checks"), pytest.mark.usefixtures("pool")]
+pytestmark = [pytest.mark.filterwarnings("ignore:Sparse (invariant|CSR)"), pytest.mark.usefixtures("pool")]
 
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -89,3 +89,5 @@ def test_arithmetic_is_that_of_the_cpu(function: Callable[[Tensor], Tensor]) -> 
 def test_what_there_is_not_says_so() -> None:
     with pytest.raises(NotImplementedError, match=r"not supported on virtual devices; make it dense with \.to_dense"):
         torch.sparse.mm(_scattered().to("vgpu:0"), torch.ones(4, 2, device="vgpu:0"))
+    with pytest.raises(NotImplementedError, match=r"with \.to_dense"):
+        torch.sparse.mm(torch.eye(3).to_sparse_csr().to("vgpu:0"), torch.ones(3, 2, device="vgpu:0"), "sum")

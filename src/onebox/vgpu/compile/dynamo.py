@@ -1,14 +1,11 @@
-"""Registration of virtual tensors with Dynamo, the tracer of ``torch.compile``; the one place that touches its
-internals.
+"""What Dynamo, the tracer of ``torch.compile``, is told of virtual devices; the one place that touches its internals.
 
-Dynamo traces plain tensors, and subclasses that can be flattened (``__tensor_flatten__``). A virtual tensor has no
-parts: it is traced like a tensor of any device, by element type, shape, strides and device. So Dynamo's variable
-builder is patched to treat it as a plain tensor; its guards, which compare types, and all later stages (fake tensors on
-``vgpu:i``, AOTAutograd) need no change.
+A virtual tensor is traced like a tensor of any device, by element type, shape, strides and device. Programs have fixed
+shapes, so that each shape is traced by itself; under the alias, devices are what the script calls them.
 
-Internals used, in torch 2.11 to 2.13: ``VariableBuilder._wrap``, ``VariableBuilder.wrap_tensor`` and
-``infer_subclass_type`` of ``torch._dynamo.variables.builder``, ``set_eval_frame``, ``trace_rules.add``, and
-``FakeTensorMode.avoid_device_init``; tests/process/vgpu/test_compile.py fails without them.
+Internals used, in torch 2.11 to 2.13: ``VariableBuilder._wrap`` of ``torch._dynamo.variables.builder``,
+``TensorVariable``, ``trace_rules.add`` and ``FakeTensorMode.avoid_device_init``; tests/process/vgpu/test_compile.py
+fails without them.
 """
 
 from __future__ import annotations
@@ -19,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._dynamo.eval_frame import set_eval_frame
 from torch._dynamo import config, trace_rules
 from torch._dynamo.variables import builder
 from torch._dynamo.variables.base import VariableTracker
@@ -27,7 +23,7 @@ from torch._dynamo.variables.tensor import TensorVariable
 from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from onebox.vgpu.core.tensor import VirtualTensor, is_virtual
+from onebox.vgpu.core.tensor import is_virtual
 from onebox.vgpu.patches import Patch, Patches
 from onebox.vgpu.runtime import context
 
@@ -36,24 +32,17 @@ BACKEND = "onebox"
 
 
 def _wrapping(wrap: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap Dynamo's creation of a variable, to take virtual tensors for plain ones."""
+    """Wrap Dynamo's creation of a variable, to take its sizes for fixed."""
 
     def wrapped(self: Any, value: Any) -> Any:
-        virtual = is_virtual(value)
         # an integer may be a size in a function that other backends forward
         number = type(value) is int and context.device_count() > 0
-        if not (virtual or number or _is_ours(self.tx.output.compiler_fn)):
+        if not (number or is_virtual(value) or _is_ours(self.tx.output.compiler_fn)):
             return wrap(self, value)
-        # Programs have fixed shapes: each shape gets its own graph, without symbols.
         with config.patch(automatic_dynamic_shapes=False, assume_static_by_default=True):
-            return self.wrap_tensor(value) if virtual else wrap(self, value)
+            return wrap(self, value)
 
     return wrapped
-
-
-def _inferring(infer: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Wrap Dynamo's search for a tensor's subclass, of which virtual tensors have none."""
-    return lambda value: None if is_virtual(value) else infer(value)
 
 
 def _device(attribute: Callable[..., Any]) -> Callable[..., Any]:
@@ -93,17 +82,6 @@ def _leave_operators_alone(patches: Patches) -> None:
     patches.on_removal(trace_again)
     for name in ("onebox.vgpu", "onebox.pool", "onebox.wire"):
         trace_rules.add(name)
-    dispatcher = VirtualTensor.dispatcher
-
-    def untraced(func: Any, args: Any, kwargs: Any) -> Any:
-        tracer = set_eval_frame(None)
-        try:
-            return dispatcher(func, args, kwargs)
-        finally:
-            if tracer is not None:
-                set_eval_frame(tracer)
-
-    patches.set(VirtualTensor, "dispatcher", staticmethod(untraced))
 
 
 def _memory_format(plain: Callable[..., Any]) -> Callable[..., Any]:
@@ -125,7 +103,6 @@ def _is_ours(compiler: Any) -> bool:
 DYNAMO = Patches(
     (
         Patch(builder.VariableBuilder, "_wrap", _wrapping),
-        Patch(builder, "infer_subclass_type", _inferring),
         Patch(TensorVariable, "method_attr_device", _device),
         Patch(TensorVariable, "method_attr_is_cuda", _is_cuda),
         Patch(torch._C, "_conv_determine_backend_memory_format", _memory_format),
@@ -133,4 +110,4 @@ DYNAMO = Patches(
         _leave_operators_alone,
     )
 )
-"""Make Dynamo trace virtual tensors; applied before the first compilation."""
+"""Make Dynamo trace for virtual devices; applied before the first compilation."""

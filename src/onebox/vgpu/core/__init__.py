@@ -1,1 +1,1 @@
-"""The virtual tensor and what it is made of: layout, buffer handle, storage; nothing that sends."""
+"""The virtual tensor as Python sees it: layout, and handle of its buffer; nothing that sends."""

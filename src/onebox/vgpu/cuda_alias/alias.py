@@ -71,7 +71,6 @@ def alias_cuda() -> CudaAlias:
         (2.0, 2)
     """
     install()
-    context.NUMBERED.apply()  # permanent, so it must not be applied on top of the alias
     ALIAS.apply()
     return _active[0]
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, overload
 
 import torch
 
 from onebox.vgpu.cuda_alias.device_names import number_of, to_cuda, to_vgpu
 from onebox.vgpu.integration import device_module
-from onebox.vgpu.integration.native_generators import making_own
+from onebox.vgpu.integration.generators import making_own
+from onebox.vgpu.runtime import context
 
 _plain: Any = torch._C.Generator
 
@@ -63,3 +65,23 @@ def default_generator(device: Any) -> Any:
     """Return the generator of a device."""
     with making_own():
         return DeviceGenerator(torch.device("vgpu", number_of(device)))
+
+
+class DefaultGenerators(Sequence[Any]):
+    """The devices' own generators, by number."""
+
+    def __len__(self) -> int:
+        return context.device_count()
+
+    @overload
+    def __getitem__(self, index: int) -> Any: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Any]: ...
+
+    def __getitem__(self, index: int | slice) -> Any:
+        numbers = range(len(self))[index]
+        return tuple(map(default_generator, numbers)) if isinstance(numbers, range) else default_generator(numbers)
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(default_generator, range(len(self)))

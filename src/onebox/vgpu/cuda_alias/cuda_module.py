@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from onebox.vgpu.cuda_alias import functions, streams
+from onebox.vgpu.cuda_alias import cuda_generators, functions, streams
 from onebox.vgpu.cuda_alias.cuda_tensors import TENSOR_TYPES
 from onebox.vgpu.cuda_alias.device_names import number_of
 from onebox.vgpu.cuda_alias.unsupported import unsupported_stub
@@ -85,7 +85,7 @@ _OWN: dict[str, Any] = {
     "Stream": streams.CudaStream,
     "StreamContext": streams.StreamContext,
     "_exchange_device": device_module.exchange_device,
-    "_get_generator": functions.default_generator,
+    "_get_generator": cuda_generators.default_generator,
     "_initialized": True,
     "_is_in_bad_fork": device_module._is_in_bad_fork,
     "_lazy_call": functions.call,
@@ -93,7 +93,7 @@ _OWN: dict[str, Any] = {
     "_maybe_exchange_device": device_module.exchange_device,
     "can_device_access_peer": functions.can_device_access_peer,
     "current_stream": streams.current_stream,
-    "default_generators": functions.DefaultGenerators(),
+    "default_generators": cuda_generators.DefaultGenerators(),
     "default_stream": streams.current_stream,
     "device_count": functions.device_count,
     "get_arch_list": functions.get_arch_list,

@@ -8,9 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onebox.vgpu import native
-from onebox.vgpu.core.storage import VirtualStorage
-from onebox.vgpu.core.tensor import VirtualTensor, is_virtual
+from onebox.vgpu.core.tensor import is_virtual
 from onebox.vgpu.cuda_alias.device_names import number_of, to_cuda, to_vgpu
 from onebox.vgpu.patches import Patches
 
@@ -74,46 +72,40 @@ def _look(patches: Patches) -> None:
     def interface(self: Tensor) -> Any:
         raise AttributeError("the elements of a virtual tensor are not in this process; take tensor.cpu()")
 
-    if native.IN_USE:
-        plain: Any = torch._C.TensorBase
-        storage_place: Any = torch.UntypedStorage.device
+    plain: Any = torch._C.TensorBase
+    storage_place: Any = torch.UntypedStorage.device
 
-        def is_cuda(self: Tensor) -> bool:
-            if is_virtual(self) or plain.is_cuda.__get__(self):
-                return True
-            return self.is_sparse and device(self).type == "cuda"
+    def is_cuda(self: Tensor) -> bool:
+        if is_virtual(self) or plain.is_cuda.__get__(self):
+            return True
+        return self.is_sparse and device(self).type == "cuda"
 
-        def array_interface(self: Tensor) -> Any:
-            if is_virtual(self):
-                interface(self)
-            return plain_interface.__get__(self)
+    def array_interface(self: Tensor) -> Any:
+        if is_virtual(self):
+            interface(self)
+        return plain_interface.__get__(self)
 
-        plain_interface: Any = torch.Tensor.__cuda_array_interface__
-        to_numpy = torch.Tensor.numpy
+    plain_interface: Any = torch.Tensor.__cuda_array_interface__
+    to_numpy = torch.Tensor.numpy
 
-        @functools.wraps(to_numpy)
-        def numpy(self: Tensor, *args: Any, **kwargs: Any) -> Any:
-            if is_virtual(self) and not (args or kwargs):
-                raise TypeError(
-                    f"can't convert {self.device} device type tensor to numpy. Use Tensor.cpu() to copy the tensor to "
-                    "host memory first."
-                )
-            return to_numpy(self, *args, **kwargs)
+    @functools.wraps(to_numpy)
+    def numpy(self: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if is_virtual(self) and not (args or kwargs):
+            raise TypeError(
+                f"can't convert {self.device} device type tensor to numpy. Use Tensor.cpu() to copy the tensor to "
+                "host memory first."
+            )
+        return to_numpy(self, *args, **kwargs)
 
-        patches.set(torch.Tensor, "numpy", numpy)
-        patches.set(torch.Tensor, "device", property(device, doc="The device, such as ``cuda:0``."))
-        patches.set(
-            torch.Tensor,
-            "is_cuda",
-            property(is_cuda, doc="Whether it is on a GPU."),
-        )
-        patches.set(torch.Tensor, "__cuda_array_interface__", property(array_interface))
-        patches.set(torch.UntypedStorage, "device", property(lambda self: to_cuda(storage_place.__get__(self))))
-        return
-    patches.set(VirtualTensor, "device", property(device, doc="The device, such as ``cuda:0``."))
-    patches.set(VirtualStorage, "device", property(lambda self: to_cuda(self._place), doc="Where the elements are."))
-    patches.set(VirtualTensor, "is_cuda", property(lambda self: True, doc="Whether the tensor is on a GPU."))
-    patches.set(VirtualTensor, "__cuda_array_interface__", property(interface))
+    patches.set(torch.Tensor, "numpy", numpy)
+    patches.set(torch.Tensor, "device", property(device, doc="The device, such as ``cuda:0``."))
+    patches.set(
+        torch.Tensor,
+        "is_cuda",
+        property(is_cuda, doc="Whether it is on a GPU."),
+    )
+    patches.set(torch.Tensor, "__cuda_array_interface__", property(array_interface))
+    patches.set(torch.UntypedStorage, "device", property(lambda self: to_cuda(storage_place.__get__(self))))
 
 
 def _move(patches: Patches) -> None:

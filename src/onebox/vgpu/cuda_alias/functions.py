@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import secrets
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, overload
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from onebox.vgpu import native
 from onebox.vgpu.cuda_alias.device_names import number_of, to_cuda
 from onebox.vgpu.cuda_alias.unsupported import raise_unsupported
-from onebox.vgpu.dispatch.op_cache import sources
 from onebox.vgpu.integration import device_module
-from onebox.vgpu.integration.generators import VirtualGenerator
 from onebox.vgpu.runtime import context
-from onebox.vgpu.runtime.command_queue import CommandQueue
-from onebox.vgpu.runtime.context import queue_of
 
 _BFLOAT16 = _TENSOR_FLOAT32 = 8
 """The first compute capability with these types in hardware."""
@@ -113,62 +107,6 @@ def get_rng_state(device: Any = "cuda") -> Tensor:
 def set_rng_state(new_state: Tensor, device: Any = "cuda") -> None:
     """Set the state of a device's random numbers."""
     device_module.set_rng_state(new_state, number_of(device))
-
-
-class DefaultGenerator(VirtualGenerator):
-    """The generator that a device draws from where none is given."""
-
-    def manual_seed(self, seed: int) -> Any:
-        """Seed the generator."""
-        with device_module.device(self.queue.worker):
-            device_module.manual_seed(seed)
-        return self
-
-    def initial_seed(self) -> int:
-        """Return the seed."""
-        with device_module.device(self.queue.worker):
-            return device_module.initial_seed()
-
-    def _begin(self, queue: CommandQueue) -> None:
-        self.queue, self.number = queue, 0
-        self._sign = secrets.randbits(63)
-        torch._C.Generator.manual_seed(self, self._sign)
-        sources[self._sign] = self.number
-
-    def __del__(self) -> None:
-        """Do not free the worker's generator, which is permanent."""
-        sources.pop(self._sign, None)
-
-
-def default_generator(device: Any) -> Any:
-    """Return the generator of a device."""
-    if native.IN_USE:
-        from onebox.vgpu.cuda_alias import cuda_generators
-
-        return cuda_generators.default_generator(device)
-    made = torch._C.Generator.__new__(DefaultGenerator)
-    made._begin(queue_of(torch.device("vgpu", number_of(device))))
-    return made
-
-
-class DefaultGenerators(Sequence[Any]):
-    """The devices' own generators, by number."""
-
-    def __len__(self) -> int:
-        return device_count()
-
-    @overload
-    def __getitem__(self, index: int) -> Any: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Any]: ...
-
-    def __getitem__(self, index: int | slice) -> Any:
-        numbers = range(len(self))[index]
-        return tuple(map(default_generator, numbers)) if isinstance(numbers, range) else default_generator(numbers)
-
-    def __iter__(self) -> Iterator[Any]:
-        return map(default_generator, range(len(self)))
 
 
 # ---- accelerators, PyTorch's general term for CUDA devices and the like

@@ -13,12 +13,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from onebox.vgpu import native
-from onebox.vgpu.cuda_alias.device_names import number_of, to_cuda, to_vgpu, to_vgpu_type
+from onebox.vgpu.cuda_alias.cuda_generators import CudaGenerator
+from onebox.vgpu.cuda_alias.device_names import number_of, to_vgpu_type
 from onebox.vgpu.cuda_alias.functions import yes
 from onebox.vgpu.distributed import process_group
-from onebox.vgpu.integration import serialization
-from onebox.vgpu.integration.generators import VirtualGenerator
 from onebox.vgpu.patches import Patches
 
 _BY_TYPE = ("get_autocast_dtype", "is_autocast_enabled", "set_autocast_dtype", "set_autocast_enabled")
@@ -48,41 +46,37 @@ def translate_amp(patches: Patches) -> None:
 
 def translate_generators(patches: Patches) -> None:
     """Make generators of virtual devices for ``cuda``, and report that as their device."""
-    if native.IN_USE:
-        from onebox.vgpu.cuda_alias.cuda_generators import CudaGenerator
-
-        patches.set(torch, "Generator", CudaGenerator)
-        return
-    kind: Any = type(VirtualGenerator)
-    make, place = kind.__call__, VirtualGenerator.device
-
-    def made(cls: Any, device: Any = "cpu") -> Any:
-        return make(cls, to_vgpu(device))
-
-    patches.set(kind, "__call__", made)
-    patches.set(VirtualGenerator, "device", property(lambda self: to_cuda(place.__get__(self)), doc="Where it draws."))
+    patches.set(torch, "Generator", CudaGenerator)
 
 
-_PRIORITY = serialization.PRIORITY - 1
-"""Before the virtual devices' own, and before PyTorch's for CUDA."""
+_PRIORITY = 5
+"""Before PyTorch's own for CUDA."""
 
 
 def _no_mark(storage: Any) -> None:
-    """Return no location tag: that of virtual devices applies."""
+    """Return no location tag: PyTorch's for CUDA applies."""
 
 
 def _restored(storage: Any, location: str) -> Any:
     """Move a file's storage to the virtual device of its location tag."""
-    return serialization.restore(storage, f"vgpu:{number_of(location)}") if location.startswith("cuda") else None
+    return _there(storage, location) if location.startswith("cuda") else None
+
+
+def _there(storage: Any, device: Any) -> Any:
+    return storage.to(device=torch.device("vgpu", number_of(device)))
 
 
 def translate_saved(patches: Patches) -> None:
     """Make loads onto ``cuda`` go to the virtual devices."""
-    serialization.add_locations(patches, _PRIORITY, _no_mark, _restored)
+    registry: list[Any] = torch.serialization._package_registry
+    before = list(registry)
+    torch.serialization.register_package(_PRIORITY, _no_mark, _restored)
+    (entry,) = (each for each in registry if each not in before)
+    patches.on_removal(lambda: registry.remove(entry))
 
     @functools.wraps(torch.UntypedStorage.cuda)
     def cuda(self: Any, device: Any = None, non_blocking: bool = False) -> Any:
-        return serialization.restore(self, f"vgpu:{number_of(device)}")
+        return _there(self, device)
 
     patches.set(torch.storage._StorageBase, "cuda", cuda)
     patches.set(safetensors.torch, "safe_open", _on_current_device(safetensors.safe_open))

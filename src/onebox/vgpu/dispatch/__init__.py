@@ -1,2 +1,2 @@
-"""From an operator of PyTorch to a call on a worker: the dispatcher, the cache of operators, copies, factories,
-synchronous calls."""
+"""From an operator that is new to the device to a call on a worker: its meaning, copies, host tensors, synchronous
+calls."""

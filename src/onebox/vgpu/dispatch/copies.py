@@ -11,7 +11,7 @@ from torch import Tensor
 from onebox.errors import OperatorError
 from onebox.vgpu.core.metadata import dense, dense_order
 from onebox.vgpu.core.tensor import Handle, command_queue_of, handle_of, is_virtual, layout_of, view_of, wrap
-from onebox.vgpu.dispatch.dispatch import dispatch, launch
+from onebox.vgpu.dispatch.dispatch import launch
 from onebox.vgpu.dispatch.registry import special
 from onebox.vgpu.dispatch.synchronous import raise_plain
 from onebox.vgpu.runtime.command_queue import CommandQueue
@@ -30,6 +30,7 @@ def upload(tensor: Tensor, queue: CommandQueue) -> Tensor:
         tensor: Any strided host tensor.
         queue: Command queue of the device.
     """
+    tensor = tensor.detach()  # of the plain class, as one of another may not tell its shape
     order = dense_order(tuple(tensor.shape), tensor.stride())
     straight = tensor if order is None else tensor.permute(order)
     number = queue.new_number()
@@ -37,7 +38,7 @@ def upload(tensor: Tensor, queue: CommandQueue) -> Tensor:
     made = wrap(Handle(queue, number), dense(tensor.dtype, tuple(straight.shape)))
     if order is None or list(order) == sorted(order):
         return made
-    back: Tensor = dispatch(aten.permute.default, (made, _inverse(order)), None)
+    back: Tensor = made.permute(_inverse(order))
     return back
 
 
@@ -59,7 +60,7 @@ def download(tensor: Tensor) -> Tensor:
     if queue.unwaited:
         queue.write_unwaited()
     if not layout_of(tensor).plain:
-        tensor = dispatch(aten.clone.default, (tensor,), None)
+        tensor = tensor.clone()
     handle = handle_of(tensor)
     try:
         spec, frame = queue.read(handle.number)
@@ -107,11 +108,11 @@ def _straight(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
     layout = layout_of(tensor)
     order = dense_order(layout.shape, layout.strides) if layout.plain else None
     if order is None:
-        copied = dispatch(aten.clone.default, (tensor,), {"memory_format": torch.contiguous_format})
+        copied = tensor.clone(memory_format=torch.contiguous_format)
         return copied, tuple(range(len(layout.shape)))
     if layout.contiguous:
         return tensor, tuple(range(len(layout.shape)))
-    return dispatch(aten.permute.default, (tensor, list(order)), None), order
+    return tensor.permute(order), order
 
 
 def _laid_out(handle: Handle, straight: Tensor, order: tuple[int, ...]) -> Tensor:
@@ -120,7 +121,7 @@ def _laid_out(handle: Handle, straight: Tensor, order: tuple[int, ...]) -> Tenso
     made = wrap(handle, dense(layout.dtype, layout.shape))
     if list(order) == sorted(order):
         return made
-    back: Tensor = dispatch(aten.permute.default, (made, _inverse(order)), None)
+    back: Tensor = made.permute(_inverse(order))
     return back
 
 
@@ -138,9 +139,9 @@ def _moved(tensors: Sequence[Tensor], source: CommandQueue, targets: Sequence[Co
             numbers = [target.new_number() for _ in tensors]
             for number, spec in zip(numbers, specs, strict=True):
                 target.before(Receive(number, spec, group, source.worker))
+                target.native.watch(number)
             sends += [Send(handle.number, group, target.worker) for handle in sources]
             handles.append([Handle(target, number) for number in numbers])
-            devices.received.update(handles[-1])
         source.flush(sends, pace=False)
     source.channel.pace()
     return handles
@@ -226,11 +227,6 @@ def _same(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 @special(aten._local_scalar_dense.default)
 def _scalar(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return download(args[0]).item()
-
-
-@special(aten._has_compatible_shallow_copy_type.default)
-def _compatible(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return all(is_virtual(tensor) for tensor in args)
 
 
 @special(aten._has_same_storage_numel.default)

@@ -1,44 +1,70 @@
-"""The dispatcher, which receives every operator on a virtual tensor, below autograd.
-
-Nearly all operators take the fast path in :func:`dispatch`: a key is made of the operator, the layouts of its tensors
-and its other arguments; its cached op is found; the call is recorded; new tensors represent its results.
-"""
+"""What C++ asks of Python: operators of a kind that is new to it, and those that do not run on one device."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._dynamo.eval_frame import set_eval_frame
 from torch.autograd.graph import increment_version
 
 from onebox.errors import OperatorError, WireError
 from onebox.vgpu import native
 from onebox.vgpu.core.tensor import (
     Handle,
-    VirtualTensor,
     command_queue_of,
     handle_of,
     is_virtual,
+    key_of,
     layout_of,
-    rebind,
     relay,
+    view_in_buffer,
     wrap,
-    wrap_view,
 )
-from onebox.vgpu.dispatch.op_cache import SHAPED_BY_FLOATS, CachedOp, UnknownResult, describe, infer_op, learn_op
+from onebox.vgpu.dispatch.op_inference import (
+    SHAPED_BY_FLOATS,
+    InferredOp,
+    UnknownResult,
+    infer_op,
+    learn_op,
+    versioned_inputs,
+)
 from onebox.vgpu.dispatch.registry import run_mixed, specials
 from onebox.vgpu.dispatch.synchronous import raise_plain, run_synchronously
-from onebox.vgpu.runtime.command_queue import CommandQueue
 from onebox.vgpu.runtime.context import context_of, queue_of
-from onebox.worker.programs.kernels import written_inputs
+from onebox.vgpu.signals import shielded
+from onebox.wire import KernelSpec
 
 aten = torch.ops.aten
 
+_PLAIN_HERE = {"aten::copy_", "aten::_to_copy"}
+"""Special operators that are ordinary ones where all tensors are on one device."""
 
-def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
-    """Run an operator that has a virtual tensor among its arguments.
+
+def beneath(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that C++ calls, which is no part of the script: Dynamo does not trace in it, and functions mean
+    PyTorch's own, whatever classes of tensors and modes the script has."""
+
+    @functools.wraps(function)
+    def called(*args: Any) -> Any:
+        tracer = set_eval_frame(None)
+        try:
+            with torch._C.DisableTorchFunction():
+                return function(*args)
+        finally:
+            if tracer is not None:
+                set_eval_frame(tracer)
+
+    return called
+
+
+@beneath
+@shielded
+def missed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operator that the device does not know, or teach it.
 
     Args:
         func: The overload.
@@ -49,232 +75,205 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) ->
         RuntimeError: What PyTorch raises for such arguments.
         OneboxError: The worker is gone, or an argument is void because an operator before this one failed.
     """
-    name = func.name()  # hashed in C, unlike an overload
-    handler = specials.get(name)
-    if handler is not None:
-        _write_unwaited(args)
-        return handler(args, kwargs or {})
-    key: list[Any] = [name]
-    tensors: list[VirtualTensor] = []
+    name = func.name()
+    tensors: list[Tensor] = []
     floats: list[float] = []
-    if not _scan(args, key, tensors, floats) or (kwargs and not _scan_named(kwargs, key, tensors, floats)):
-        _write_unwaited(args)
-        if _is_custom(func):
-            return _decompose(func, args, kwargs or {})
-        return run_mixed(func, args, kwargs or {})
-    queue = tensors[0]._handle.queue
-    if queue.unwaited:
-        queue.write_unwaited()
-    if kwargs and kwargs.get("device") not in (None, queue.device) and not _is_here(kwargs["device"], queue):
+    others = _scan((args, kwargs), tensors, floats)
+    for queue in {command_queue_of(tensor) for tensor in tensors}:
+        if queue.unwaited:
+            queue.write_unwaited()
+    handler = specials.get(name)
+    ordinary = name.partition(".")[0] in _PLAIN_HERE and native.load().learnable() and _stays(tensors, kwargs)
+    if handler is not None and not ordinary:
+        return handler(args, kwargs)
+    if others:
+        return _decompose(func, args, kwargs) if _is_custom(func) else run_mixed(func, args, kwargs)
+    if not tensors:
+        return _factory(func, args, kwargs)
+    queue = command_queue_of(tensors[0])
+    device = kwargs.get("device")
+    if device is not None and not (device.type == "vgpu" and queue_of(device) is queue):
         return _decompose(func, args, kwargs) if _is_composite(func) else _elsewhere(func, args, kwargs)
-    return run(queue, func, args, kwargs, key, tensors, floats)
+    return _teach(queue, func, args, kwargs, tensors, floats)
+
+
+def _stays(tensors: list[Tensor], kwargs: dict[str, Any]) -> bool:
+    """Return whether an operator's result is on the device of its tensors."""
+    device = kwargs.get("device")
+    return device is None or (device.type == "vgpu" and queue_of(device) is command_queue_of(tensors[0]))
+
+
+def _factory(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    queue = queue_of(kwargs.get("device") or torch.device("vgpu"))
+    kwargs = {**kwargs, "device": queue.device}
+    kwargs.pop("pin_memory", None)
+    typed = any(argument.name == "dtype" for argument in func._schema.arguments)
+    if typed and kwargs.get("dtype") is None and torch.get_default_dtype() is not torch.float32:
+        kwargs["dtype"] = func(*args, **{**kwargs, "device": "meta"}).dtype  # the worker has its own default
+    if func is aten._efficientzerotensor.default:
+        func = aten.zeros.default
+        return func(*args, **kwargs)
+    floats: list[float] = []
+    _scan((args, kwargs), [], floats)
+    return _teach(queue, func, args, kwargs, [], floats)
+
+
+def _teach(
+    queue: Any,
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    tensors: list[Tensor],
+    floats: list[float],
+) -> Any:
+    if any(command_queue_of(tensor) is not queue for tensor in tensors):
+        return _across_devices(func, args, kwargs, tensors)
+    if _is_composite(func):
+        return _decompose(func, args, kwargs)
+    if not native.load().learnable():
+        return run(queue, func, args, kwargs, tensors, floats)
+    try:
+        found = infer_op(func, args, kwargs)
+    except UnknownResult:
+        result = run(queue, func, args, kwargs, tensors, floats)
+        learned = learn_op(func, args, kwargs, result)
+        if learned is not None:
+            several = result if isinstance(result, tuple) else (result,)
+            learned.lengths = [len(item) if isinstance(item, list) else -1 for item in several]
+            _learn(queue, learned, tensors, ran=True)
+        return result
+    except WireError as error:
+        raise NotImplementedError(str(error)) from None
+    if any(sum(tensor is tensors[position] for tensor in tensors) > 1 for position, _ in found.changes):
+        return run(queue, func, args, kwargs, tensors, floats)  # as one tensor: PyTorch may refuse it another layout
+    return _learn(queue, found, tensors)
+
+
+def _learn(queue: Any, found: InferredOp, tensors: list[Tensor], *, ran: bool = False) -> None:
+    """Teach the device an operator."""
+    spec = found.kernel
+    views = tuple(map(view_in_buffer, tensors))
+    outs = tuple(
+        None if source >= 0 else out for out, source in zip(spec.outs, found.shared, strict=True)
+    )  # a view of an input is made here
+    found.kernel = KernelSpec(
+        spec.name, spec.args, spec.kwargs, spec.inputs, spec.floats, outs, views if any(views) else ()
+    )
+    queue.define(found)
+    queue.has_learned = True
+    returns = [
+        (item, None) if isinstance(item, int) else (-1, None) if item is None else (source, key_of(item))
+        for item, source in zip(found.returns, found.shared, strict=True)
+    ]
+    changes = [(position, key_of(layout)) for position, layout in found.changes]
+    native.load().learn(found.number, returns, found.lengths, found.allocates, ran, changes)
 
 
 def run(
-    queue: CommandQueue,
+    queue: Any,
     func: Any,
     args: tuple[Any, ...],
-    kwargs: dict[str, Any] | None,
-    key: list[Any],
-    tensors: list[VirtualTensor],
+    kwargs: dict[str, Any],
+    tensors: list[Tensor],
     floats: list[float],
 ) -> Any:
-    """Run an operator on the device of a command queue.
-
-    Args:
-        queue: The command queue.
-        func: The overload.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
-        key: The key that :func:`_scan` made of them.
-        tensors: The tensors among them.
-        floats: The floating-point numbers among them.
-    """
-    numbers = []
-    for tensor in tensors:
-        handle = tensor._handle
-        if handle.queue is not queue:
-            return _across_devices(func, args, kwargs or {}, tensors)
-        numbers.append(handle.number)
-    if floats and key[0] in SHAPED_BY_FLOATS:
-        key += map(repr, floats)
+    """Run an operator once, without the device in C++ learning it."""
+    if func.name() in SHAPED_BY_FLOATS:
         floats = []
-    found = queue.cached_ops.get(tuple(key))
-    if found is None:
-        if _is_composite(func):
-            return _decompose(func, args, kwargs or {})
-        try:
-            found = infer_op(func, args, kwargs or {})
-        except UnknownResult:
-            written = written_inputs(describe(func, args, kwargs or {}))
-            unshare(tensors[position] for position, resized in written.items() if resized)
-            result = run_synchronously(queue, func, args, kwargs or {}, tensors, floats)
-            found = learn_op(func, args, kwargs or {}, result)
-            if found is not None:
-                queue.remember(tuple(key), found)
-            return result
-        except WireError as error:
-            raise NotImplementedError(str(error)) from None
-        queue.remember(tuple(key), found)
-    if found.changes:
-        unshare([tensors[position] for position, _ in found.changes])
-        numbers = [tensor._handle.number for tensor in tensors]
     try:
-        first = queue.record(found, numbers, floats)
+        found = infer_op(func, args, kwargs)
+    except UnknownResult:
+        return run_synchronously(queue, func, args, kwargs, tensors, floats)
+    except WireError as error:
+        raise NotImplementedError(str(error)) from None
+    handles = {id(tensor): handle_of(tensor) for tensor in tensors}  # one tensor twice is one on the worker, too
+    for position, layout in found.changes:
+        relay(tensors[position], layout)
+    try:
+        first = queue.record(found, [handles[id(tensor)].number for tensor in tensors], floats)
     except OperatorError as error:  # from a synchronous queue
         raise_plain(error, str(func))
-    only = found.only
-    if only is not None:
-        if found.viewed >= 0:
-            return wrap_view(tensors[found.viewed], Handle(queue, first), only)
-        return wrap(Handle(queue, first), only)
-    return _returned(queue, found, tensors, first)
+    queue.ended.append(found.number)
+    increment_version([tensors[position] for position in versioned_inputs(found.kernel)])
+    values: list[Any] = []
+    for item in found.returns:
+        if item is None or isinstance(item, int):
+            values.append(None if item is None else tensors[item])
+            continue
+        values.append(wrap(Handle(queue, first), item))
+        first += 1
+    return values[0] if found.rebuild is None else found.rebuild(values)
 
 
-def alias_of(tensor: Tensor) -> Handle:
-    """Return the handle of a new buffer that shares the elements of a tensor: one that may be replaced or passed on."""
-    return handle_of(launch(command_queue_of(tensor), aten.alias.default, tensor))
+def launch(queue: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run an operator on a given device, with or without tensor arguments, whatever else it is on this device."""
+    tensors: list[Tensor] = []
+    floats: list[float] = []
+    if _scan((args, kwargs), tensors, floats):
+        raise RuntimeError(f"{func} for {queue.device} with tensors of other devices")
+    if queue.unwaited:
+        queue.write_unwaited()
+    if func.name() not in specials:
+        return func(*args, **kwargs)
+    if any(command_queue_of(tensor) is not queue for tensor in tensors):
+        return _across_devices(func, args, kwargs, tensors)
+    return run(queue, func, args, kwargs, tensors, floats)
 
 
-def unshare(tensors: Iterable[Tensor]) -> None:
-    """Give tensors buffers of their own in the same memory, before their layouts change: ``detach`` shares buffers."""
-    for tensor in tensors:
-        rebind(tensor, launch(command_queue_of(tensor), aten.alias.default, tensor))
-
-
-def _write_unwaited(args: Any) -> None:
-    """Write the results of collectives that nobody has waited for, on the devices of some arguments."""
-    for value in args:
-        if value.__class__ is VirtualTensor:
-            if value._handle.queue.unwaited:
-                value._handle.queue.write_unwaited()
-        elif value.__class__ is list or value.__class__ is tuple:
-            _write_unwaited(value)
+def _scan(value: Any, tensors: list[Tensor], floats: list[float]) -> bool:
+    """Collect the virtual tensors and the numbers among arguments; return whether there are other tensors."""
+    if isinstance(value, Tensor):
+        if is_virtual(value):
+            tensors.append(value)
+            return False
+        return True
+    if isinstance(value, dict):
+        value = tuple(value.values())
+    if isinstance(value, list | tuple):
+        found = [_scan(item, tensors, floats) for item in value]
+        return any(found)
+    if isinstance(value, float):
+        floats.append(value)
+    return False
 
 
 def _is_composite(func: Any) -> bool:
-    """Return whether an operator is composed of others on every device, as PyTorch's composites and custom ones are."""
     return _composite_key(func) is not None
 
 
 def _is_custom(func: Any) -> bool:
-    """Return whether an operator is a composite that is not PyTorch's own, and whose tensors may be anywhere."""
     return func.namespace != "aten" and _is_composite(func)
 
 
 def _composite_key(func: Any) -> str | None:
     kinds = ["CompositeImplicitAutograd"]
-    if func.namespace != "aten":  # no worker has it; PyTorch's own of the second kind have kernels for each device
+    if func.namespace != "aten":
         kinds.append("CompositeExplicitAutograd")
     name = func.name()
     return next((kind for kind in kinds if torch._C._dispatch_has_kernel_for_dispatch_key(name, kind)), None)
 
 
 def _decompose(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Decompose an operator: one of PyTorch's in later calls, too; a custom one may be another by then, of the same
-    name, and an overload must not be called once its library is gone.
-    """
-    key = getattr(torch._C.DispatchKey, _composite_key(func) or "")
-    if func.namespace == "aten":
-        specials[func.name()] = lambda args, kwargs: func._op_dk(key, *args, **kwargs)
-    return func._op_dk(key, *args, **kwargs)
-
-
-def _returned(queue: CommandQueue, found: CachedOp, tensors: list[VirtualTensor], first: int) -> Any:
-    """Return the results of an operator that returns more than one new tensor."""
-    relaid = [position for position, metadata in found.changes if tensors[position]._metadata is not metadata]
-    for position, metadata in found.changes:
-        if position in relaid:
-            relay(tensors[position], metadata)
-    if found.versioned:  # another layout is a write of its own
-        written = [*found.versioned, *(position for position in relaid if position in found.versioned)]
-        increment_version([tensors[position] for position in written])
-    values: list[Any] = []
-    for item, source in zip(found.returns, found.shared, strict=True):
-        if item is None:
-            values.append(None)
-        elif isinstance(item, int):
-            values.append(tensors[item])
-        else:
-            handle = Handle(queue, first)
-            values.append(wrap(handle, item) if source < 0 else wrap_view(tensors[source], handle, item))
-            first += 1
-    return values[0] if found.rebuild is None else found.rebuild(values)
-
-
-def _scan(args: Any, key: list[Any], tensors: list[VirtualTensor], floats: list[float]) -> bool:
-    """Add arguments to the key of an operator; return whether all its tensors are virtual."""
-    for value in args:
-        kind = value.__class__
-        if kind is VirtualTensor:
-            tensors.append(value)
-            key.append(value._metadata)
-        elif kind is float:
-            floats.append(value)
-            key.append(float)
-        elif kind is int or value is None:
-            key.append(value)
-        elif kind is bool:
-            key.append("true" if value else "false")
-        elif kind is list or kind is tuple:
-            key.append(list)
-            if not _scan(value, key, tensors, floats):
-                return False
-            key.append(tuple)
-        elif isinstance(value, Tensor):
-            return False
-        else:
-            key.append(kind)
-            key.append(value.initial_seed() if kind is torch._C.Generator else value)
-    return True
-
-
-def _scan_named(kwargs: dict[str, Any], key: list[Any], tensors: list[VirtualTensor], floats: list[float]) -> bool:
-    for name, value in kwargs.items():
-        key.append(name)
-        if not _scan((value,), key, tensors, floats):
-            return False
-    return True
-
-
-def launch(queue: CommandQueue, func: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run an operator on a given device, with or without tensor arguments."""
-    key: list[Any] = [func.name()]
-    tensors: list[VirtualTensor] = []
-    floats: list[float] = []
-    if not (_scan(args, key, tensors, floats) and _scan_named(kwargs, key, tensors, floats)):
-        raise RuntimeError(f"{func} for {queue.device} with tensors of other devices")
-    if queue.unwaited:
-        queue.write_unwaited()
-    return run(queue, func, args, kwargs, key, tensors, floats)
-
-
-# ---- arguments on other devices
-
-
-def _is_here(device: torch.device, queue: CommandQueue) -> bool:
-    return device.type == "vgpu" and queue_of(device) is queue
+    return func._op_dk(getattr(torch._C.DispatchKey, _composite_key(func) or ""), *args, **kwargs)
 
 
 def _elsewhere(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an operator that makes a tensor like another one on another device: only the layout of that one matters."""
-
     def looks(value: Any) -> Any:
         return layout_of(value).on_meta() if is_virtual(value) else value
 
     return func(*map(looks, args), **{key: looks(value) for key, value in kwargs.items()})
 
 
-def _across_devices(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: Sequence[Tensor]) -> Any:
-    """Run an operator whose tensors are on several virtual devices, if it is a custom one."""
+def _across_devices(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]) -> Any:
     for tensor in tensors:
-        context_of(command_queue_of(tensor))  # raises an error if its pool is closed
+        context_of(command_queue_of(tensor))
+        command_queue_of(tensor).require_own()
     if _is_custom(func):
         return _decompose(func, args, kwargs)
     raise mixed_devices(tensors)
 
 
-def mixed_devices(tensors: Sequence[Tensor]) -> RuntimeError:
+def mixed_devices(tensors: list[Any]) -> RuntimeError:
     """Return the error that PyTorch raises when an operator's tensors are on several devices."""
     places = list(dict.fromkeys(str(tensor.device) for tensor in tensors))
     return RuntimeError(
@@ -282,13 +281,21 @@ def mixed_devices(tensors: Sequence[Tensor]) -> RuntimeError:
     )
 
 
-VirtualTensor.dispatcher = staticmethod(dispatch)
+@beneath
+@shielded
+def write_due(queue: Any) -> None:
+    """Write the results of collectives that nobody has waited for, before another call on their device."""
+    queue.owner.write_unwaited()
 
-if native.IN_USE:
-    from onebox.vgpu.dispatch.native_dispatch import (  # type: ignore
-        dispatch,
-        launch,
-        mixed_devices,
-        run,
-        unshare,
-    )
+
+@beneath
+@shielded
+def send_full(queue: Any) -> None:
+    """Send the calls of a queue in C++ that are enough for a batch."""
+    try:
+        queue.owner.send_full()
+    except OperatorError as error:  # of a synchronous queue, whose only call this is
+        raise_plain(error, error.operator)
+
+
+__all__ = ["launch", "missed", "mixed_devices", "run", "send_full", "write_due"]

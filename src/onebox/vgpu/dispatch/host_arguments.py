@@ -9,9 +9,9 @@ from torch import Tensor
 
 from onebox.vgpu.core.tensor import command_queue_of, is_virtual
 from onebox.vgpu.dispatch.copies import upload
-from onebox.vgpu.dispatch.dispatch import dispatch, mixed_devices
-from onebox.vgpu.dispatch.op_cache import changed
-from onebox.vgpu.dispatch.registry import for_mixed_calls, foreign
+from onebox.vgpu.dispatch.dispatch import mixed_devices
+from onebox.vgpu.dispatch.op_inference import changed
+from onebox.vgpu.dispatch.registry import for_mixed_calls
 
 aten = torch.ops.aten
 
@@ -32,9 +32,6 @@ HOST_ARGUMENTS = frozenset[Any](
 def _run_mixed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operator that has a host tensor among its arguments; a single number is allowed, as on any device."""
     seen = _tensors((args, kwargs))
-    for value in seen:
-        if type(value) in foreign:
-            return foreign[type(value)](func, args, kwargs)
     virtual = [value for value in seen if is_virtual(value)]
     if not virtual:
         raise RuntimeError(f"{func} with no virtual tensor")
@@ -56,7 +53,7 @@ def _run_mixed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return upload(value, queue)
         return value
 
-    return dispatch(func, changed(args, moved), {key: changed(value, moved) for key, value in kwargs.items()})
+    return func(*changed(args, moved), **{key: changed(value, moved) for key, value in kwargs.items()})
 
 
 def _written(func: Any, value: Tensor, args: tuple[Any, ...]) -> bool:

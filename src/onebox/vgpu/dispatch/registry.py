@@ -15,9 +15,6 @@ specials: dict[str, Special] = {}
 """Operators that do not run on one device, or not unchanged, by the names of their overloads: copies, reads and the
 like."""
 
-foreign: dict[type, MixedCall] = {}
-"""Other classes of tensors on the devices, and the functions that run operators on them."""
-
 _mixed: list[MixedCall] = []
 
 

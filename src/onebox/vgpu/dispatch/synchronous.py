@@ -13,7 +13,7 @@ from torch.autograd.graph import increment_version
 from onebox.errors import OperatorError, WireError
 from onebox.vgpu.core.metadata import from_wire
 from onebox.vgpu.core.tensor import Handle, handle_of, is_virtual, layout_of, relay, wrap
-from onebox.vgpu.dispatch.op_cache import describe, versioned_inputs
+from onebox.vgpu.dispatch.op_inference import describe, versioned_inputs
 from onebox.vgpu.runtime.command_queue import CommandQueue
 from onebox.wire import Complex, Strided
 
@@ -60,9 +60,9 @@ def run_synchronously(
         kernel = describe(func, args, kwargs)
     except WireError as error:
         raise NotImplementedError(str(error)) from None
-    handles = [handle_of(tensor) for tensor in tensors]
+    handles = {id(tensor): handle_of(tensor) for tensor in tensors}  # one tensor twice is one on the worker, too
     try:
-        made, first = queue.perform(kernel, [handle.number for handle in handles], floats)
+        made, first = queue.perform(kernel, [handles[id(tensor)].number for tensor in tensors], floats)
     except OperatorError as error:
         raise_plain(error, str(func))
     for tensor, now in zip(tensors, made.inputs, strict=True):

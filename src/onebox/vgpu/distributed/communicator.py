@@ -18,8 +18,7 @@ from torch import Tensor
 from onebox.errors import OneboxError, UsageError
 from onebox.pool.errors import CAUSE_S
 from onebox.vgpu.core.metadata import dense
-from onebox.vgpu.core.tensor import Handle, handle_of, wrap
-from onebox.vgpu.dispatch.dispatch import alias_of
+from onebox.vgpu.core.tensor import Handle, alias_of, handle_of, wrap
 from onebox.vgpu.runtime.command_queue import CommandQueue
 from onebox.wire import TensorSpec, dtype_name
 from onebox.wire.protocol.groups import LeaveGroup

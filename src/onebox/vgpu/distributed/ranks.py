@@ -180,8 +180,7 @@ class Ranks:
         rank = _here.rank = Rank(number, self._keys, self._size)
         try:
             context.keep_to_device(number % max(1, context.device_count()))
-            with torch.autograd.set_multithreading_enabled(False):  # hooks of a backward pass are the rank's, too
-                function(number, *args)
+            function(number, *args)
         except BaseException as error:
             if not (isinstance(error, SystemExit) and error.code in (None, 0)):
                 self._errors[number] = error

@@ -1,2 +1,2 @@
-"""PyTorch's own facilities for virtual devices: torch.vgpu, torch.accelerator, generators, events, modules,
-serialization, backward passes; no operators."""
+"""PyTorch's own facilities for virtual devices: torch.vgpu, torch.accelerator, generators, events, printing, queues
+between processes; no operators."""

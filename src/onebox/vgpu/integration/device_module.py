@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from onebox.vgpu.core.tensor import command_queue_of, is_virtual
 from onebox.vgpu.integration import generators
 from onebox.vgpu.integration.events import VirtualEvent as Event
 from onebox.vgpu.integration.events import VirtualStream as Stream
@@ -43,7 +44,12 @@ def init() -> None:
 
 
 def _lazy_init() -> None:
-    """Do nothing; PyTorch calls it."""
+    """Begin to use the devices; PyTorch calls it before it first makes a tensor of one.
+
+    Raises:
+        PoolError: No pool is open; or there is no object in C++ for this PyTorch, and none can be built.
+    """
+    current_context().begin()
 
 
 def _is_in_bad_fork() -> bool:
@@ -82,8 +88,7 @@ class device_of(device):
     """A context in which the device of a tensor is the current one; no change for a host tensor."""
 
     def __init__(self, obj: Tensor) -> None:
-        handle = getattr(obj, "_handle", None)
-        super().__init__(None if handle is None else handle.queue.worker)
+        super().__init__(command_queue_of(obj).worker if is_virtual(obj) else None)
 
 
 def exchange_device(number: int) -> int:
@@ -255,7 +260,7 @@ def memory_stats(device: Device = None) -> dict[str, int]:
 
 def empty_cache() -> None:
     """Flush the queues, so that unreferenced buffers are freed now."""
-    for queue in current_context().queues:
+    for queue in context.open_queues():
         queue.flush()
 
 

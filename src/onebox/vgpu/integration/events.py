@@ -48,6 +48,10 @@ class VirtualStream(_plain):
         """Return whether the device has executed everything issued to it."""
         return self._queue.idle()
 
+    def is_capturing(self) -> bool:
+        """Return whether operators are captured in a graph: never; optimizers ask it before each step."""
+        return False
+
     def wait_stream(self, stream: torch.Stream) -> None:
         """Make later operators on this stream wait for those issued on another; copies between devices do so in any
         case."""

@@ -1,10 +1,11 @@
-"""Random number generators: each device has its own, which lives on its worker."""
+"""Random number generators, which live on workers; each device has its own, by number 0."""
 
 from __future__ import annotations
 
-import secrets
+import threading
 import weakref
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -12,94 +13,53 @@ from torch import Tensor
 from onebox.vgpu.core.metadata import dense
 from onebox.vgpu.core.tensor import Handle, command_queue_of, handle_of, is_virtual, wrap
 from onebox.vgpu.dispatch.copies import transfer, upload
-from onebox.vgpu.dispatch.op_cache import sources
 from onebox.vgpu.runtime.command_queue import FIRST_SEED, CommandQueue
-from onebox.vgpu.runtime.context import queue_of, seeded_queues
-from onebox.wire import GeneratorSpec, TensorSpec, to_frame
+from onebox.vgpu.runtime.context import current_context, seeded_queues
+from onebox.wire import GeneratorSpec, TensorSpec, from_frame, to_frame
 from onebox.wire.protocol.eager import KeepGenerator, SetGenerator
 from onebox.wire.protocol.instructions import Free
 from onebox.wire.protocol.requests import Define, Put
 
-_plain: Any = torch._C.Generator
+_this = threading.local()
 
 
-class _Either(type(_plain)):  # type: ignore[misc]
-    """Metaclass that makes ``VirtualGenerator(device)`` return the device's class, and ``isinstance`` accept all of
-    them."""
-
-    def __call__(cls, device: Any = "cpu") -> Any:
-        place = torch.device(device)
-        if place.type != "vgpu":
-            return _plain(place)
-        made = _plain.__new__(cls)
-        made._begin(queue_of(place))
-        return made
-
-    def __instancecheck__(cls, instance: Any) -> bool:
-        return isinstance(instance, _plain)
-
-    def __subclasscheck__(cls, kind: type) -> bool:
-        return issubclass(kind, _plain)
+@contextmanager
+def making_own() -> Iterator[None]:
+    """Let generators that are made meanwhile in this thread be the devices' own."""
+    _this.own = True
+    try:
+        yield
+    finally:
+        _this.own = False
 
 
-class VirtualGenerator(_plain, metaclass=_Either):
-    """A random number generator, of a virtual device if requested.
+class Generators:
+    """Generators by device and number."""
 
-    Args:
-        device: Its device.
-    """
+    def make(self, index: int) -> int:
+        """Return the number of a new one."""
+        if getattr(_this, "own", False):
+            return 0
+        queue = current_context().queues[index]
+        number = queue.pool.new_number()
+        queue.before(Define(number, GeneratorSpec(FIRST_SEED)))
+        return number
 
-    def _begin(self, queue: CommandQueue) -> None:
-        self.queue = queue
-        self.number = queue.pool.new_number()
-        self._sign = secrets.randbits(63)  # identifies this generator in cached ops
-        super().manual_seed(self._sign)
-        sources[self._sign] = self.number
-        self._seed = FIRST_SEED
-        queue.before(Define(self.number, GeneratorSpec(self._seed)))
-        queue.flush()
+    def seed(self, index: int, number: int, seed: int) -> None:
+        """Seed one."""
+        queue = current_context().queues[index]
+        if number:
+            queue.flush([SetGenerator(number, seed)])
+        else:
+            seed_device(queue, seed)
 
-    def __del__(self) -> None:
-        queue = getattr(self, "queue", None)
-        if queue is not None:
-            queue.ended.append(self.number)
-            sources.pop(self._sign, None)
+    def state(self, index: int, number: int) -> Tensor:
+        """Return the state of one."""
+        return read_state(current_context().queues[index], number).cpu()
 
-    @property
-    def device(self) -> torch.device:
-        """Its device."""
-        return self.queue.device
-
-    def manual_seed(self, seed: int) -> Any:
-        """Set the seed."""
-        self._seed = _checked(seed)
-        self.queue.flush([SetGenerator(self.number, self._seed)])
-        return self
-
-    def seed(self) -> int:
-        """Set a random seed, and return it."""
-        self.manual_seed(_plain().seed())
-        return self._seed
-
-    def initial_seed(self) -> int:
-        """Return the seed."""
-        return self._seed
-
-    def get_state(self) -> Tensor:
-        """Return the state, as bytes."""
-        return read_state(self.queue, self.number)
-
-    def set_state(self, state: Tensor) -> Any:
-        """Set the state."""
-        write_state(self.queue, self.number, state)
-        return self
-
-    def clone_state(self) -> Any:
-        """Return another generator in the same state."""
-        return VirtualGenerator(self.device).set_state(self.get_state())
-
-    def __reduce__(self) -> Any:
-        raise TypeError(f"a generator of {self.device} cannot be saved; save its get_state()")
+    def set_state(self, index: int, number: int, state: Tensor) -> None:
+        """Set the state of one."""
+        write_state(current_context().queues[index], number, state)
 
 
 def _checked(seed: int) -> int:
@@ -123,6 +83,12 @@ def read_state(queue: CommandQueue, number: int) -> Tensor:
     """
     if not number and queue.unused:
         return _state_of_unused(queue)
+    if not queue.begun:  # there may be nothing to make a tensor of the device with; a Trainer does without
+        buffer = queue.pool.new_number()
+        queue.flush([KeepGenerator(number, buffer)])
+        state = from_frame(*queue.read(buffer))
+        queue.flush([Free((buffer,))])
+        return state
     buffer = queue.new_number()
     queue.flush([KeepGenerator(number, buffer)])
     return wrap(Handle(queue, buffer), dense(torch.uint8, (queue.state_bytes,)))
@@ -136,16 +102,18 @@ def write_state(queue: CommandQueue, number: int, state: Tensor) -> None:
         number: The generator; 0 is the device's own.
         state: The state, on any device.
     """
-    if not number and queue.unused:
-        host, buffer = state.detach().cpu().clone(), queue.new_number()
+    if not number and (queue.unused or not queue.begun):
+        host, buffer = state.detach().cpu().clone(), queue.pool.new_number()
         put = Put((buffer,), (TensorSpec("uint8", tuple(host.shape)),))
         steps = (put, [to_frame(host)]), (SetGenerator(0, None, buffer), ()), (Free((buffer,)), ())
         if queue.start_with(*steps):
             _kept[queue] = host
             return
+        queue.flush([step for step, _ in steps], [to_frame(host)])
+        return
     if not is_virtual(state):
         here = upload(state, queue)
-    else:  # not by an operator: this may be called where PyTorch's dispatcher must ignore tensor subclasses
+    else:
         here = state if command_queue_of(state) is queue else transfer(state, queue)
     handle = handle_of(here)
     queue.flush([SetGenerator(number, None, handle.number)])
@@ -161,7 +129,7 @@ def _state_of_unused(queue: CommandQueue) -> Tensor:
         return _kept[queue].clone()
     if queue.pool.devices[queue.worker].kind == "cuda":  # seed and offset
         return torch.tensor([queue.seed - (queue.seed >> 63 << 64), 0], dtype=torch.int64).view(torch.uint8)
-    return _plain("cpu").manual_seed(queue.seed).get_state()
+    return torch.Generator().manual_seed(queue.seed).get_state()
 
 
 def seed_device(queue: CommandQueue, seed: int) -> None:
@@ -178,4 +146,4 @@ def seed_all(seed: int) -> None:
         seed_device(queue, seed)
 
 
-__all__ = ["VirtualGenerator", "read_state", "seed_all", "seed_device", "write_state"]
+__all__ = ["Generators", "making_own", "read_state", "seed_all", "seed_device", "write_state"]

@@ -1,23 +1,30 @@
 """The virtual device in C++: PyTorch's device of private use, whose operators are recorded without a step into Python.
 
 ``queue`` has the recorded calls and the buffers of tensors, ``recorder`` the kernel that PyTorch calls for an operator,
-``device`` the guard, the generators and the hooks by which PyTorch knows a device, ``module`` what Python sees. What is
-above them and below, what a call means and where it runs, is Python's: tests have both in one process, the devices of a
-pool are these where ``ONEBOX_DEVICE=native`` says so (:data:`IN_USE`), and will be these alone.
+``sparse`` those of sparse tensors, ``device`` the guard, the generators and the hooks by which PyTorch knows a device,
+``module`` what Python sees. What is above them and below, what a call means and where it runs, is Python's.
 """
 
-import os
+from __future__ import annotations
+
 from types import ModuleType
+from typing import Any
 
-IN_USE = os.environ.get("ONEBOX_DEVICE") == "native"
-"""Whether virtual devices are those of C++, rather than a subclass of tensors in Python."""
-
-
-def load() -> ModuleType:
-    """Return the module in C++; see :func:`onebox.vgpu.native.build.load`."""
-    from onebox.vgpu.native.build import load  # which imports PyTorch's own for compilers
-
-    return load()
+_loaded: list[ModuleType] = []
 
 
-__all__ = ["IN_USE", "load"]
+def load() -> Any:
+    """Return the module in C++, which is loaded at its first use; see :func:`onebox.vgpu.native.build.load`."""
+    if not _loaded:
+        from onebox.vgpu.native import build  # which imports much
+
+        _loaded[:] = [build.load()]
+    return _loaded[0]
+
+
+def loaded() -> Any:
+    """Return the module in C++; ``None`` where nothing has needed it."""
+    return _loaded[0] if _loaded else None
+
+
+__all__ = ["load", "loaded"]

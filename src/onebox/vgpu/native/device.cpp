@@ -26,8 +26,8 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void uncheckedSetDevice(c10::Device device) const noexcept override {
     if (device.has_index()) current = device.index();
   }
-  // Autograd asks once for all, and starts a thread for each: a later pool may have more devices.
-  c10::DeviceIndex deviceCount() const noexcept override { return std::max<c10::DeviceIndex>(device_count(), 16); }
+  // Autograd has a list by device of this length, also for tensors of a pool that had more than the last one.
+  c10::DeviceIndex deviceCount() const noexcept override { return most_devices(); }
 
   // a device has one queue, in whose order all is run: its one stream is that, and an event is never waited for here
   c10::Stream getStream(c10::Device device) const override { return c10::Stream(c10::Stream::DEFAULT, device); }

@@ -130,13 +130,15 @@ Buffer& buffer(const at::Tensor& tensor) {
 
 // Teaches the device the call that Python looks at; with ``ran`` it has been run, and Python returns its results.
 void learn(int64_t kernel, const std::vector<std::pair<int64_t, std::optional<LayoutTuple>>>& returns,
-           const std::vector<int64_t>& lengths, bool allocates, bool ran) {
+           const std::vector<int64_t>& lengths, bool allocates, bool ran,
+           const std::vector<std::pair<int64_t, LayoutTuple>>& changes) {
   TORCH_CHECK(pending != nullptr && pending->cacheable, "no call can be learned now");
   auto record = std::make_shared<Record>();
   record->key = pending->key;
   record->kernel = kernel;
   record->lengths = lengths;
   record->allocates = allocates;
+  for (const auto& [input, layout] : changes) record->changes.emplace_back(input, to_layout(layout));
   for (const auto& [input, layout] : returns) {
     Return one;
     one.input = input;
@@ -152,11 +154,38 @@ void learn(int64_t kernel, const std::vector<std::pair<int64_t, std::optional<La
   }
 }
 
+// ---- the cycle of a queue and its owner, for the garbage collector
+
+Queue* queue_in(PyObject* self) {
+  const auto found = reinterpret_cast<py::detail::instance*>(self)->get_value_and_holder();
+  return found.holder_constructed() ? found.value_ptr<Queue>() : nullptr;
+}
+
+// What a tensor needs stays: it is part of the cycle only if no buffer, and no open device, has the queue.
+int traverse(PyObject* self, visitproc visit, void* arg) {
+  Py_VISIT(Py_TYPE(self));
+  const auto* queue = queue_in(self);
+  if (queue != nullptr && queue->weak_from_this().use_count() == 1) Py_VISIT(queue->owner);
+  return 0;
+}
+
+int clear(PyObject* self) {
+  if (auto* queue = queue_in(self)) Py_CLEAR(queue->owner);
+  return 0;
+}
+
+void let_collect(PyHeapTypeObject* made) {
+  made->ht_type.tp_flags |= Py_TPFLAGS_HAVE_GC;
+  made->ht_type.tp_traverse = &traverse;
+  made->ht_type.tp_clear = &clear;
+}
+
 }  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   set_handlers(&call_python, &send_full, &record_due);
   set_generator_handlers(generator_handlers);
+  hold_for_fork();
   module.def("handle", [](py::object miss, py::object full, py::object due, py::object makers) {
     miss_function = std::move(miss);
     full_function = std::move(full);
@@ -165,9 +194,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   });
   module.def("register_kernels", &register_kernels);
   module.def("set_device_count", &set_device_count);
-  py::class_<Queue, std::shared_ptr<Queue>>(module, "Queue", py::dynamic_attr())
+  py::class_<Queue, std::shared_ptr<Queue>>(module, "Queue", py::custom_type_setup(&let_collect))
       .def(py::init<c10::DeviceIndex, int64_t, size_t>(), py::arg("index"), py::arg("first_number"), py::arg("most_records"))
       .def_readonly("index", &Queue::index)
+      .def_property(
+          "owner", [](const Queue& self) { return py::reinterpret_borrow<py::object>(self.owner == nullptr ? Py_None : self.owner); },
+          [](Queue& self, py::object owner) { Py_XSETREF(self.owner, owner.release().ptr()); })
       .def("open", [](const std::shared_ptr<Queue>& self) { set_queue(self->index, self); })
       .def("close", [](const std::shared_ptr<Queue>& self) {
         self->close();
@@ -175,8 +207,13 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       })
       .def_property_readonly("calls", &Queue::calls)
       .def_property_readonly("records", &Queue::records)
+      .def_property_readonly("recorded", &Queue::recorded)
       .def("set_most_calls", &Queue::set_most_calls)
+      .def_property_readonly("dead", &Queue::has_dead)
+      .def("watch", &Queue::watch)
+      .def("take_watched", &Queue::take_watched)
       .def("reserve", &Queue::reserve)
+      .def("interrupt", &Queue::interrupt)
       .def("drop", &Queue::drop)
       .def("add_due", &Queue::add_due)
       .def("forget", &Queue::forget)
@@ -210,10 +247,14 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("after_fork", &abandon);
   module.def("learnable", [] { return pending != nullptr && pending->cacheable; });
   module.def("learn", &learn, py::arg("kernel"), py::arg("returns"), py::arg("lengths"), py::arg("allocates") = false,
-             py::arg("ran") = false);
+             py::arg("ran") = false, py::arg("changes") = std::vector<std::pair<int64_t, LayoutTuple>>());
   module.def("generator_number", [](const at::Generator& generator) { return generator_number(generator); });
   module.def("make_view", [](const at::Tensor& base, const LayoutTuple& layout) { return make_view(base, to_layout(layout)); });
   module.def("relay", [](const at::Tensor& tensor, const LayoutTuple& layout) { relay(tensor, to_layout(layout)); });
+  module.def("is_alone", [](py::handle value) {  // not by a copy, which would be another reference
+    const auto& tensor = THPVariable_Unpack(value.ptr());
+    return tensor.use_count() == 1 && tensor.storage().use_count() == 1;
+  });
   module.def("number", [](const at::Tensor& tensor) { return buffer(tensor).number; });
   module.def("pass_on", [](const at::Tensor& tensor) { return std::exchange(buffer(tensor).number, 0); });
   module.def("layout", [](const at::Tensor& tensor) { return from_layout(Layout::of(tensor)); });

@@ -6,6 +6,7 @@
 #include <c10/core/StorageImpl.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
+#include <pthread.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -75,31 +76,58 @@ Addresses& addresses() {
 }  // namespace
 
 Buffer::Buffer(std::shared_ptr<Queue> queue, int64_t number, Layout base, int64_t address)
-    : queue(std::move(queue)), number(number), base(std::move(base)), address(address) {
-  if (address == 0) return;
-  const std::lock_guard<std::mutex> lock(addresses().mutex);
-  addresses().buffers[address] = this;
+    : queue(std::move(queue)), number(number), base(std::move(base)), address(0) {
+  readdress(address);
 }
 
 Buffer::~Buffer() {
-  if (address != 0) {
-    const std::lock_guard<std::mutex> lock(addresses().mutex);
-    addresses().buffers.erase(address);
-  }
+  readdress(0);
   if (number != 0) queue->drop(number);
+}
+
+void Buffer::readdress(int64_t other) {
+  if (other == address) return;
+  const std::lock_guard<std::mutex> lock(addresses().mutex);
+  if (address != 0) addresses().buffers.erase(address);
+  if (other != 0) addresses().buffers[other] = this;
+  address = other;
 }
 
 void Queue::drop(int64_t number) {
   if (closed()) return;
   const std::lock_guard<std::mutex> lock(dead_mutex_);
+  watched_.erase(number);
   dead_.push_back(number);
   any_dead_.store(true, std::memory_order_release);
+}
+
+void Queue::watch(int64_t number) {
+  const std::lock_guard<std::mutex> lock(dead_mutex_);
+  watched_.insert(number);
+}
+
+std::vector<int64_t> Queue::take_watched() {
+  const std::lock_guard<std::mutex> lock(dead_mutex_);
+  std::vector<int64_t> found(watched_.begin(), watched_.end());
+  watched_.clear();
+  return found;
+}
+
+void Queue::hold() {
+  mutex_.lock();
+  dead_mutex_.lock();
+}
+
+void Queue::release() {
+  dead_mutex_.unlock();
+  mutex_.unlock();
 }
 
 void Queue::bury_locked() {
   if (!any_dead_.load(std::memory_order_acquire)) return;
   const std::lock_guard<std::mutex> lock(dead_mutex_);
   for (const auto number : dead_) calls_.push_back({kFree, number, 0, 0, 0});
+  buried_ += static_cast<int64_t>(dead_.size());
   dead_.clear();
   any_dead_.store(false, std::memory_order_release);
 }
@@ -112,7 +140,7 @@ std::shared_ptr<const Record> Queue::append(const Words& key, c10::ArrayRef<int6
   for (auto found = range.first; found != range.second; ++found) {
     if (found->second->key == key) {
       found->second->used = true;
-      append_locked(*found->second, inputs, floats, first, full);
+      if (found->second->changes.empty()) append_locked(*found->second, inputs, floats, first, full);
       return found->second;
     }
   }
@@ -133,12 +161,13 @@ void Queue::append_locked(const Record& record, c10::ArrayRef<int64_t> inputs, c
   if (calls_.empty()) ring();
   bury_locked();
   next_ += record.made;
+  ++recorded_;
   calls_.push_back({record.kernel, first, record.made, static_cast<uint32_t>(inputs.size()),
                     static_cast<uint32_t>(floats.size())});
   inputs_.insert(inputs_.end(), inputs.begin(), inputs.end());
   floats_.insert(floats_.end(), floats.begin(), floats.end());
   room_ = record.allocates ? first : 0;
-  full = static_cast<int64_t>(calls_.size()) >= most_calls_;
+  full = static_cast<int64_t>(calls_.size()) - buried_ >= most_calls_;
 }
 
 void Queue::learn(std::shared_ptr<Record> record) {
@@ -183,6 +212,11 @@ int64_t Queue::reserve(int64_t count) {
   const auto first = next_;
   next_ += count;
   return first;
+}
+
+void Queue::interrupt() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  room_ = 0;
 }
 
 bool Queue::fresh(int64_t number) {
@@ -235,6 +269,7 @@ Batch Queue::take() {
   std::sort(left.begin(), left.end());
   for (const auto& one : left) batch.outputs.push_back(one.second);
   batch.floats.swap(floats_);
+  buried_ = 0;
   calls_.clear();
   inputs_.clear();
   return batch;
@@ -265,6 +300,7 @@ void Queue::close() {
   const std::lock_guard<std::mutex> lock(mutex_);
   records_.clear();
   ages_.clear();
+  buried_ = 0;
   calls_.clear();
   inputs_.clear();
   floats_.clear();
@@ -273,6 +309,11 @@ void Queue::close() {
 int64_t Queue::calls() {
   const std::lock_guard<std::mutex> lock(mutex_);
   return static_cast<int64_t>(calls_.size());
+}
+
+int64_t Queue::recorded() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return recorded_;
 }
 
 size_t Queue::records() {
@@ -286,7 +327,7 @@ namespace {
 
 std::mutex queues_mutex;
 std::array<std::shared_ptr<Queue>, 256> queues;
-std::atomic<c10::DeviceIndex> count{0};
+std::atomic<c10::DeviceIndex> count{0}, most{0};
 
 }  // namespace
 
@@ -302,6 +343,24 @@ void set_queue(c10::DeviceIndex index, std::shared_ptr<Queue> queue) {
   queues[index] = std::move(queue);
 }
 
+void hold_for_fork() {
+  const auto hold = [] {
+    queues_mutex.lock();
+    for (const auto& queue : queues) {
+      if (queue != nullptr) queue->hold();
+    }
+    addresses().mutex.lock();
+  };
+  const auto release = [] {
+    addresses().mutex.unlock();
+    for (const auto& queue : queues) {
+      if (queue != nullptr) queue->release();
+    }
+    queues_mutex.unlock();
+  };
+  pthread_atfork(hold, release, release);
+}
+
 void abandon() {
   for (const auto& queue : queues) {
     if (queue != nullptr) queue->abandon();
@@ -309,7 +368,12 @@ void abandon() {
 }
 
 c10::DeviceIndex device_count() { return count.load(std::memory_order_relaxed); }
-void set_device_count(c10::DeviceIndex number) { count.store(number); }
+c10::DeviceIndex most_devices() { return most.load(std::memory_order_relaxed); }
+void set_device_count(c10::DeviceIndex number) {
+  const std::lock_guard<std::mutex> lock(queues_mutex);
+  count.store(number);
+  most.store(std::max(most.load(), number));
+}
 
 // ---- tensors
 
@@ -334,6 +398,8 @@ Allocator allocator;
 REGISTER_ALLOCATOR(c10::DeviceType::PrivateUse1, &allocator)
 std::atomic<int64_t> address{int64_t{1} << 44};
 
+int64_t new_address(int64_t bytes) { return bytes == 0 ? 0 : address.fetch_add((bytes / 256 + 1) * 256); }
+
 void lay_out(c10::TensorImpl& tensor, const Layout& layout) {
   tensor.set_sizes_and_strides(layout.sizes, layout.strides, layout.offset);
   if (layout.conjugate) tensor._set_conj(true);
@@ -354,7 +420,7 @@ Buffer* buffer_of(const at::Tensor& tensor) {
 
 at::Tensor make_tensor(const std::shared_ptr<Queue>& queue, int64_t number, const Layout& layout) {
   const auto bytes = layout.storage_bytes;
-  const auto place = bytes == 0 ? 0 : address.fetch_add((bytes / 256 + 1) * 256);
+  const auto place = new_address(bytes);
   auto* buffer = new Buffer(queue, number, layout, place);
   c10::DataPtr data(reinterpret_cast<void*>(place), buffer, &release,
                     c10::Device(c10::DeviceType::PrivateUse1, queue->index));
@@ -380,9 +446,19 @@ void resize_storage(const c10::Storage& storage, int64_t bytes) {
 }
 
 void relay(const at::Tensor& tensor, const Layout& layout) {
-  lay_out(*tensor.unsafeGetTensorImpl(), layout);
-  tensor.storage().unsafeGetStorageImpl()->set_nbytes(static_cast<size_t>(layout.storage_bytes));
-  if (auto* buffer = buffer_of(tensor)) buffer->base = layout;
+  auto& impl = *tensor.unsafeGetTensorImpl();
+  auto* buffer = buffer_of(tensor);
+  const bool whole = buffer != nullptr && buffer->base.fits(impl);
+  lay_out(impl, layout);
+  auto& storage = *tensor.storage().unsafeGetStorageImpl();
+  if (buffer != nullptr && layout.storage_bytes > static_cast<int64_t>(storage.nbytes())) {
+    buffer->readdress(new_address(layout.storage_bytes));
+    auto data = storage.set_data_ptr({});
+    const auto device = data.device();
+    storage.set_data_ptr_noswap({reinterpret_cast<void*>(buffer->address), data.release_context(), &release, device});
+  }
+  storage.set_nbytes(static_cast<size_t>(layout.storage_bytes));
+  if (whole) buffer->base = layout;
 }
 
 at::Tensor make_view(const at::Tensor& base, const Layout& layout) {

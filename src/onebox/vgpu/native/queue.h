@@ -12,6 +12,7 @@
 #include <memory>
 #include <mutex>
 #include <unordered_map>
+#include <unordered_set>
 #include <vector>
 
 namespace onebox {
@@ -45,6 +46,7 @@ struct Record {
   int64_t kernel = 0;  // its number on the worker; 0 where nothing has to run there
   int64_t made = 0;    // new buffers of a call
   std::vector<Return> returns;
+  std::vector<std::pair<int64_t, Layout>> changes;  // inputs that have another layout afterwards, such as of ``out=``
   std::vector<int64_t> lengths;  // for each return of the operator: the length of a list, or -1
   bool allocates = false;        // merely allocates its result
   bool used = true;              // since the last search for one to evict
@@ -56,10 +58,11 @@ class Queue;
 struct Buffer {
   Buffer(std::shared_ptr<Queue> queue, int64_t number, Layout base, int64_t address);
   ~Buffer();
+  void readdress(int64_t address);
   std::shared_ptr<Queue> queue;
   int64_t number;  // 0 where another process frees it
   Layout base;     // of the tensor that the worker holds
-  const int64_t address;  // that nothing lies at: unique among storages, as libraries recognise tied weights by it
+  int64_t address;  // that nothing lies at: unique among storages, as libraries recognise tied weights by it
 };
 
 // A batch of calls, with buffers by slots, so that a batch that occurs again is equal.
@@ -77,8 +80,10 @@ class Queue : public std::enable_shared_from_this<Queue> {
       : index(index), next_(first_number), most_records_(most_records) {}
 
   const c10::DeviceIndex index;
+  struct _object* owner = nullptr;  // what Python knows of the device: a reference, which the garbage collector may end
 
   // Finds the record of a call, appends the call, and returns the record and the first new number; null if unknown.
+  // A call that changes layouts is not appended yet.
   std::shared_ptr<const Record> append(const Words& key, c10::ArrayRef<int64_t> inputs, c10::ArrayRef<double> floats,
                                        int64_t& first, bool& full);
   // Appends a call of a record that is not looked up.
@@ -87,7 +92,10 @@ class Queue : public std::enable_shared_from_this<Queue> {
   void learn(std::shared_ptr<Record> record);
   void forget();               // all records
   void drop(int64_t number);   // of a buffer whose storage was collected
+  void watch(int64_t number);  // a buffer, until it is dropped
+  std::vector<int64_t> take_watched();
   int64_t reserve(int64_t count);
+  void interrupt();            // something else than a call uses buffers now
   bool fresh(int64_t number);  // whether the very last call has merely allocated a buffer; takes that call back
   Batch take();
   std::vector<int64_t> take_evicted();
@@ -96,11 +104,15 @@ class Queue : public std::enable_shared_from_this<Queue> {
   void set_most_calls(int64_t most);
   void close();
   void abandon() { closed_.store(true); }
+  void hold();  // all locks, until they are released
+  void release();
   // Of what Python has to record before the next call there is one more, or one less.
   void add_due(int change) { due_.fetch_add(change); }
   bool has_due() const { return due_.load(std::memory_order_relaxed) > 0; }
+  bool has_dead() const { return any_dead_.load(std::memory_order_acquire); }
   bool closed() const { return closed_.load(std::memory_order_relaxed); }
   int64_t calls();
+  int64_t recorded();  // calls since the start
   size_t records();
 
  private:
@@ -117,12 +129,14 @@ class Queue : public std::enable_shared_from_this<Queue> {
   std::deque<std::shared_ptr<Record>> ages_;
   std::vector<int64_t> evicted_;
   std::vector<Call> calls_;
+  int64_t buried_ = 0;  // of these, freed buffers
   std::vector<int64_t> inputs_;
   std::vector<double> floats_;
   std::vector<int64_t> dead_, ended_;
+  std::unordered_set<int64_t> watched_;
   std::atomic<bool> any_dead_{false}, closed_{false};
   std::atomic<int> due_{0};
-  int64_t next_;
+  int64_t next_, recorded_ = 0;
   int64_t room_ = 0;
   int64_t most_calls_ = 64;
   size_t most_records_;
@@ -131,8 +145,10 @@ class Queue : public std::enable_shared_from_this<Queue> {
 std::shared_ptr<Queue> queue_of(c10::DeviceIndex index);  // null where there is none
 void set_queue(c10::DeviceIndex index, std::shared_ptr<Queue> queue);
 void set_bell(int descriptor);  // an eventfd that is written to when a queue's first call is recorded; -1 for none
+void hold_for_fork();  // so that no lock is another thread's in the forked process
 void abandon();  // in a forked process: all devices, whose locks other threads of its parent may hold
 c10::DeviceIndex device_count();
+c10::DeviceIndex most_devices();  // that there have been
 c10::DeviceIndex current_device();  // of this thread
 void set_current_device(c10::DeviceIndex index);
 void set_device_count(c10::DeviceIndex count);

@@ -33,6 +33,7 @@ struct Scan {
   bool floats_in_key = false;
 
   bool add(const c10::IValue& value);
+  void add_same(size_t written);
 
  private:
   bool add_tensor(const at::Tensor& tensor);
@@ -88,12 +89,23 @@ bool Scan::add_tensor(const at::Tensor& tensor) {
   const auto dtype = static_cast<int64_t>(tensor.scalar_type());
   const auto sizes = impl.sizes(), strides = impl.strides();
   const auto bits = (tensor.is_conj() ? 1 : 0) | (tensor.is_neg() ? 2 : 0);
-  key.push_back((buffer->base.fits(impl) ? kBase : kTensor) | dtype << 8 | static_cast<int64_t>(sizes.size()) << 16 | bits << 24);
+  const bool whole = buffer->base.fits(impl);
+  key.push_back((whole ? kBase : kTensor) | dtype << 8 | static_cast<int64_t>(sizes.size()) << 16 | bits << 24);
   key.append(sizes.begin(), sizes.end());
   key.append(strides.begin(), strides.end());
   key.push_back(impl.storage_offset());
   key.push_back(static_cast<int64_t>(impl.unsafe_storage().nbytes()));
+  if (!whole) key.push_back(buffer->base.offset * static_cast<int64_t>(c10::elementSize(buffer->base.dtype)));
   return true;
+}
+
+// Adds which other arguments are the very tensor that is written to: such a one gets no other layout.
+void Scan::add_same(size_t written) {
+  for (size_t other = 0; other < tensors.size(); ++other) {
+    if (other != written && tensors[other]->is_same(*tensors[written])) {
+      key.append({static_cast<int64_t>(written), static_cast<int64_t>(other)});
+    }
+  }
 }
 
 bool Scan::add(const c10::IValue& value) {
@@ -187,9 +199,30 @@ void finish(const Record& record, const Scan& scan, int64_t number, size_t argum
   for (auto& result : results) torch::jit::push(*stack, std::move(result));
 }
 
+// Which arguments an operator writes to: the lists of tensors among them, or the others.
+std::vector<bool> written_arguments(const c10::FunctionSchema& schema, bool lists) {
+  std::vector<bool> found;
+  for (size_t at = 0; at < schema.arguments().size(); ++at) {
+    const auto& argument = schema.arguments()[at];
+    if (argument.alias_info() == nullptr || !argument.alias_info()->isWrite()) continue;
+    if ((argument.type()->kind() == c10::TypeKind::ListType) != lists) continue;
+    found.resize(at + 1);
+    found[at] = true;
+  }
+  return found;
+}
+
+// The lists whose versions this device has to raise: of some operators, PyTorch's kernels raise none, either.
+std::vector<bool> versioned_lists(const c10::FunctionSchema& schema) {
+  const auto& name = schema.name();
+  if (name.rfind("aten::_amp_foreach_", 0) == 0 || name.rfind("aten::_fused_", 0) == 0) return {};
+  return written_arguments(schema, true);
+}
+
 struct Recorder final : c10::OperatorKernel {
-  Recorder(int64_t id, bool floats_in_key, std::vector<bool> written_lists)
-      : id(id), floats_in_key(floats_in_key), written_lists(std::move(written_lists)) {}
+  Recorder() = default;  // of operators that are never recorded under a number
+  Recorder(int64_t id, bool floats_in_key, const c10::FunctionSchema& schema)
+      : id(id), floats_in_key(floats_in_key), written(written_arguments(schema, false)), written_lists(versioned_lists(schema)) {}
 
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
     const auto count = op.schema().arguments().size();
@@ -199,13 +232,16 @@ struct Recorder final : c10::OperatorKernel {
     scan.key.push_back(id);
     bool simple = id != 0;
     std::vector<int64_t> versioned;
+    c10::SmallVector<size_t, 4> outs;
     for (size_t at = 0; simple && at < count; ++at) {
       const auto before = scan.tensors.size();
       simple = scan.add(arguments[at]);
       if (at < written_lists.size() && written_lists[at]) {
         for (auto input = before; input < scan.tensors.size(); ++input) versioned.push_back(input);
       }
+      if (at < written.size() && written[at] && scan.tensors.size() > before) outs.push_back(before);
     }
+    for (const auto one : outs) scan.add_same(one);
     if (scan.queue == nullptr) scan.queue = queue_of(device_among(arguments));
     simple = simple && scan.queue != nullptr && !scan.queue->closed();
     int64_t first = 0;
@@ -214,6 +250,7 @@ struct Recorder final : c10::OperatorKernel {
       if (scan.queue->has_due()) on_due(*scan.queue);
       if (const auto record = scan.queue->append(scan.key, scan.inputs, scan.floats, first, full)) {
         hits.fetch_add(1, std::memory_order_relaxed);
+        if (!record->changes.empty()) append_changing(*record, scan, first, full);
         raise_versions(scan, versioned);
         finish(*record, scan, first, count, stack);
         if (full) on_full(*scan.queue);
@@ -224,11 +261,17 @@ struct Recorder final : c10::OperatorKernel {
     Miss miss{scan.queue.get(), scan.key, simple, nullptr};
     on_miss(op, stack, miss);
     if (miss.learned == nullptr) return;
-    scan.queue->append(*miss.learned, scan.inputs, scan.floats, first, full);
+    append_changing(*miss.learned, scan, first, full);
     scan.queue->learn(miss.learned);
     raise_versions(scan, versioned);
     finish(*miss.learned, scan, first, count, stack);
     if (full) on_full(*scan.queue);
+  }
+
+  // Gives arguments their other layouts, which PyTorch may refuse, and appends the call.
+  static void append_changing(const Record& record, const Scan& scan, int64_t& first, bool& full) {
+    for (const auto& [input, layout] : record.changes) relay(*scan.tensors[input], layout);
+    scan.queue->append(record, scan.inputs, scan.floats, first, full);
   }
 
   // PyTorch raises the version of a single tensor above the device, but leaves lists to the device's kernels.
@@ -236,25 +279,10 @@ struct Recorder final : c10::OperatorKernel {
     for (const auto input : inputs) scan.tensors[input]->unsafeGetTensorImpl()->bump_version();
   }
 
-  const int64_t id;  // of the operator in keys; 0 for those that are never recorded under one
-  const bool floats_in_key;
-  const std::vector<bool> written_lists;  // for each argument up to the last such list
+  const int64_t id = 0;  // of the operator in keys; 0 for those that are never recorded under one
+  const bool floats_in_key = false;
+  const std::vector<bool> written, written_lists;  // for each argument up to the last such tensor, or such list
 };
-
-// Which arguments are lists of tensors that an operator writes to; of some, PyTorch's kernels raise no version, either.
-std::vector<bool> written_lists(const c10::FunctionSchema& schema) {
-  std::vector<bool> found;
-  const auto& name = schema.name();
-  if (name.rfind("aten::_amp_foreach_", 0) == 0 || name.rfind("aten::_fused_", 0) == 0) return found;
-  for (size_t at = 0; at < schema.arguments().size(); ++at) {
-    const auto& argument = schema.arguments()[at];
-    if (argument.alias_info() == nullptr || !argument.alias_info()->isWrite()) continue;
-    if (argument.type()->kind() != c10::TypeKind::ListType) continue;
-    found.resize(at + 1);
-    found[at] = true;
-  }
-  return found;
-}
 
 // Operators that change only how a tensor lies in its storage, beside those whose schema says so.
 const std::unordered_set<std::string> composed = {
@@ -275,6 +303,11 @@ void grow(const at::Tensor& self) {
   const auto bytes = at::detail::computeStorageNbytes(impl.sizes(), impl.strides(), impl.dtype().itemsize(),
                                                       impl.storage_offset());
   if (impl.numel() > 0 && bytes > impl.unsafe_storage().nbytes()) resize_storage(self.storage(), static_cast<int64_t>(bytes));
+}
+
+// Whether a tensor may be given another one's data, as ``model.to`` does: also one of the host's.
+bool shares_kind(const at::Tensor& self, const at::Tensor& other) {
+  return self.layout() == at::kStrided && other.layout() == at::kStrided;
 }
 
 const at::Tensor& resize(const at::Tensor& self, at::IntArrayRef sizes, std::optional<at::MemoryFormat> format) {
@@ -328,7 +361,7 @@ Counts counts() { return {hits.load(), misses.load()}; }
 void register_kernels(const std::vector<std::string>& shaped_by_floats) {
   if (!libraries().empty()) return;
   const std::unordered_set<std::string> shaped(shaped_by_floats.begin(), shaped_by_floats.end());
-  libraries().reserve(4);  // references stay
+  libraries().reserve(5);  // references stay
   auto& library = libraries().emplace_back(torch::Library::IMPL, "aten", c10::DispatchKey::PrivateUse1, __FILE__, __LINE__);
   library.impl("as_strided", TORCH_FN(at::native::as_strided_tensorimpl));
   library.impl("view", TORCH_FN(at::native::view));
@@ -337,13 +370,15 @@ void register_kernels(const std::vector<std::string>& shaped_by_floats) {
   library.impl("view_as_real", TORCH_FN(at::native::view_as_real));
   library.impl("view_as_complex", TORCH_FN(at::native::view_as_complex));
   library.impl("resize_", TORCH_FN(resize));
+  library.impl("_has_compatible_shallow_copy_type", TORCH_FN(shares_kind));
   library.impl("set_.source_Storage", TORCH_FN(set_whole_storage));
   library.impl("set_.source_Storage_storage_offset", TORCH_FN(set_storage));
   library.impl("set_.source_Tensor", TORCH_FN(set_tensor));
   register_sparse(
       library,
       libraries().emplace_back(torch::Library::IMPL, "aten", c10::DispatchKey::SparsePrivateUse1, __FILE__, __LINE__),
-      libraries().emplace_back(torch::Library::IMPL, "_", c10::DispatchKey::SparsePrivateUse1, __FILE__, __LINE__));
+      libraries().emplace_back(torch::Library::IMPL, "_", c10::DispatchKey::SparsePrivateUse1, __FILE__, __LINE__),
+      libraries().emplace_back(torch::Library::IMPL, "_", c10::DispatchKey::SparseCsrPrivateUse1, __FILE__, __LINE__));
   int64_t id = 0;
   for (const auto& name : c10::Dispatcher::singleton().getAllOpNames()) {
     if (name.getNamespace() != "aten") continue;
@@ -352,11 +387,11 @@ void register_kernels(const std::vector<std::string>& shaped_by_floats) {
     if (op->hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd)) continue;
     if (op->hasKernelForDispatchKey(c10::DispatchKey::PrivateUse1)) continue;
     const auto full = name.overload_name.empty() ? name.name : name.name + "." + name.overload_name;
-    auto kernel = std::make_unique<Recorder>(++id, shaped.count(full) != 0, written_lists(op->schema()));
+    auto kernel = std::make_unique<Recorder>(++id, shaped.count(full) != 0, op->schema());
     library.impl(full.c_str(), torch::CppFunction::makeFromBoxedFunctor(std::move(kernel)));
   }
   auto& others = libraries().emplace_back(torch::Library::IMPL, "_", c10::DispatchKey::PrivateUse1, __FILE__, __LINE__);
-  others.fallback(torch::CppFunction::makeFromBoxedFunctor(std::make_unique<Recorder>(0, false, std::vector<bool>())));
+  others.fallback(torch::CppFunction::makeFromBoxedFunctor(std::make_unique<Recorder>()));
 }
 
 }  // namespace onebox

@@ -36,7 +36,8 @@ int64_t generator_number(const at::Generator& generator);  // -1 for one of anot
 
 void set_handlers(MissHandler miss, QueueHandler full, QueueHandler due);
 void register_kernels(const std::vector<std::string>& shaped_by_floats);
-void register_sparse(torch::Library& dense, torch::Library& sparse, torch::Library& others);
+void register_sparse(torch::Library& dense, torch::Library& sparse, torch::Library& others,
+                     torch::Library& compressed);
 
 struct Counts {
   int64_t hits, misses;

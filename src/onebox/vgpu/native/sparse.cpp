@@ -198,7 +198,8 @@ at::Tensor again(const at::Tensor& self, std::optional<at::Layout> layout, at::O
 
 }  // namespace
 
-void register_sparse(torch::Library& dense, torch::Library& sparse, torch::Library& others) {
+void register_sparse(torch::Library& dense, torch::Library& sparse, torch::Library& others,
+                     torch::Library& compressed) {
   dense.impl("_to_sparse", TORCH_FN(from_dense));
   dense.impl("_to_sparse.sparse_dim", TORCH_FN(from_dense_dimensions));
   sparse.impl("empty.memory_format", TORCH_FN(empty));
@@ -234,6 +235,7 @@ void register_sparse(torch::Library& dense, torch::Library& sparse, torch::Libra
   sparse.impl("neg", TORCH_FN(neg));
   sparse.impl("zero_", TORCH_FN(zero_));
   others.fallback(torch::CppFunction::makeFromBoxedFunction<refuse>());
+  compressed.fallback(torch::CppFunction::makeFromBoxedFunction<refuse>());  // there are such, e.g. copied to the device
 }
 
 }  // namespace onebox

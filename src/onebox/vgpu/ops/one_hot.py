@@ -1,5 +1,4 @@
-"""``one_hot``, whose values PyTorch checks on CPUs, and leaves to the device's kernel elsewhere; for classes of tensors
-like the virtual one it takes operators that check nothing."""
+"""``one_hot``, whose values PyTorch checks on CPUs alone, and leaves to the kernels of other devices."""
 
 from __future__ import annotations
 

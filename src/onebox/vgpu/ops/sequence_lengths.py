@@ -34,20 +34,4 @@ def _pack(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor
     return padded.reshape(first * second, *padded.shape[2:]).index_select(0, places), batch_sizes
 
 
-def _with_lengths_there(
-    log_probs: Tensor, targets: Tensor, input_lengths: Tensor, target_lengths: Tensor, *more: Any, **named: Any
-) -> Any:
-    """Run a CTC loss whose lengths may be on the host: for a tensor subclass, PyTorch requires them on one device."""
-    device = log_probs.device
-    together = (log_probs, targets.to(device), input_lengths.to(device), target_lengths.to(device))
-    return aten.ctc_loss.Tensor.decompose(*together, *more, **named)
-
-
-@special(aten.ctc_loss.Tensor)
-def _ctc_loss(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return _with_lengths_there(*args, **kwargs)
-
-
-def implement(library: torch.library.Library) -> None:
-    """Make composite operators find their lengths on the device."""
-    library.impl("ctc_loss.Tensor", _with_lengths_there, "AutogradPrivateUse1")
+__all__: list[str] = []

@@ -1,6 +1,6 @@
-"""The command queue of one virtual device: operators that are recorded and not yet sent.
+"""The command queue of one virtual device, whose operators C++ records, and the thread that sends what waits.
 
-Operators are recorded and sent in batches, without waiting: after :data:`CALLS` of them, when a value is read, after an
+Operators are sent in batches, without waiting: after :data:`CALLS` of them, when a value is read, after an
 optimizer's step, and when nothing has come for :data:`IDLE_S`. A batch is a tape on the worker, defined at its first
 occurrence and run by number.
 """
@@ -8,20 +8,24 @@ occurrence and run by number.
 from __future__ import annotations
 
 import contextlib
+import selectors
 import sys
 import threading
+import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
 
 from onebox.errors import OneboxError, PoolError
 from onebox.pool import Pool, WorkerReply
+from onebox.portable import Wakeup
+from onebox.vgpu import native
+from onebox.vgpu.runtime.batcher import Batcher
 from onebox.vgpu.runtime.request_channel import RequestChannel, ScriptErrors, SentMessage
-from onebox.vgpu.runtime.trace_cache import Batcher, Record
 from onebox.vgpu.signals import shielded
-from onebox.wire import FREE, KernelSpec, SlotArgument, TensorSpec
+from onebox.wire import KernelSpec, SlotArgument, TensorSpec
 from onebox.wire.protocol.eager import Perform, SetGenerator
 from onebox.wire.protocol.instructions import Ask, Call, Free, Get
 from onebox.wire.protocol.requests import Define, Instruction
@@ -40,8 +44,11 @@ BYTES = 256 << 10
 IDLE_S = 0.001
 """How long a record may wait for the next one."""
 
-CACHED_OPS = 1 << 16
-"""The most cached ops."""
+KNOWN_CALLS = 1 << 16
+"""The most kinds of calls that a device remembers."""
+
+CACHED_VIEWS = 1 << 12
+"""The most kernels that make buffers of views."""
 
 FIRST_SEED = 67280421310721
 """The default seed; PyTorch's own value."""
@@ -58,8 +65,8 @@ _FORKED = (
 )
 
 _probe = [object()]
-_ALONE = sys.getrefcount(_probe[0])
-"""Reference count of an object that only a list holds."""
+ALONE = sys.getrefcount(_probe[0])
+"""Reference count of an object that only one other references."""
 
 
 class Buffer(Protocol):
@@ -67,6 +74,9 @@ class Buffer(Protocol):
 
     number: int
     queue: CommandQueue
+
+    def is_alone(self) -> bool:
+        """Return whether nothing but this owner references the buffer."""
 
 
 class RecordedOp:
@@ -95,29 +105,38 @@ class CommandQueue:
     Args:
         pool: The pool.
         worker: The number of the device in it.
-        ring: Called when a batch begins, so that it is flushed when idle.
+        ring: Called when an instruction waits, so that it is sent when idle; C++ rings for calls.
         errors: The failures that the script has been told of.
+        begin: Makes the queues in C++ of all devices of the pool; that of this one if ``None``.
     """
 
-    def __init__(self, pool: Pool, worker: int, ring: Any, errors: ScriptErrors | None = None) -> None:
+    def __init__(
+        self,
+        pool: Pool,
+        worker: int,
+        ring: Any,
+        errors: ScriptErrors | None = None,
+        begin: Callable[[], None] | None = None,
+    ) -> None:
         self.pool = pool
         self.worker = worker
         self.device = torch.device("vgpu", worker)
-        self.cached_ops: dict[Any, Any] = {}
-        self.dead: deque[int] = deque()
-        self.ended: deque[int] = deque()  # generators whose objects were collected
+        self._begin = begin or self.begin
+        self._native: Any = None
+        self._first_number = FIRST + pool.first_number - 1
+        self.views: dict[Any, RecordedOp] = {}
+        """The kernels that make a buffer of a view, by its layout and that in its buffer."""
+        self.ended: deque[int] = deque()  # definitions of which nothing is left
         self.unwaited: deque[Callable[[], None]] = deque()  # writes of collectives whose works were collected
         self._writes = threading.RLock()  # taken before all other locks, and held while they are run
         self._writing = False
         self.channel = RequestChannel(pool, worker, errors or ScriptErrors())
         self.lock = self.channel.lock
-        self.records = 0
-        self.synchronous = False
+        self._synchronous = False
         self.has_learned = False
         """True if an operator has been of a new kind, or on new shapes, since the last :meth:`synchronize`."""
         self.seed = FIRST_SEED
         self._ring = ring
-        self._next = self._begin = FIRST + pool.first_number - 1
         self._start: list[tuple[Instruction, Sequence[Any]]] = []  # what precedes the first use
         self._default_type: torch.dtype | None = None  # of this process, where the worker may have another one
         if pool.attached or torch.get_default_dtype() is not torch.float32:
@@ -125,13 +144,29 @@ class CommandQueue:
         if pool.attached:
             self._start.append((SetGenerator(0, FIRST_SEED), ()))
         self._size = CALLS
-        self._full = CALLS  # the number of records with which a batch is sent
         self._first: list[tuple[Instruction, Sequence[Any]]] = []  # instructions that precede the calls, with frames
         self._frame_bytes = 0
-        self._calls: list[Record] = []
-        self._room = 0  # the buffer that the very last operator allocated, or none
         self._batches = Batcher(pool.new_number)
         self._forked = False
+
+    @property
+    def native(self) -> Any:
+        """The queue in C++, which records operators; there is none before the first tensor of the device."""
+        if self._native is None:
+            self._begin()
+        return self._native
+
+    def begin(self) -> None:
+        """Make the queue in C++."""
+        made = native.load().Queue(self.worker, self._first_number, KNOWN_CALLS)
+        made.owner = self
+        self._native = made
+        self._limit()
+
+    @property
+    def begun(self) -> bool:
+        """Whether there may be tensors of the device."""
+        return self._native is not None
 
     @property
     def has_rank(self) -> bool:
@@ -141,40 +176,45 @@ class CommandQueue:
     @property
     def used(self) -> bool:
         """True if an operator has had a result on the device."""
-        return self._next > self._begin
+        return self.begun and int(self.native.reserve(0)) > self._first_number
+
+    @property
+    def synchronous(self) -> bool:
+        """Whether every operator is waited for."""
+        return self._synchronous
+
+    @synchronous.setter
+    def synchronous(self, on: bool) -> None:
+        self._synchronous = on
+        self._limit()
 
     # ---- recording
 
     @shielded
     def record(self, op: RecordedOp, inputs: list[int], floats: list[float]) -> int:
         """Record a call and return the number of its first output."""
+        self.define(op)
+        first, full = self.native.record(op.number, inputs, floats, op.keeps, op.allocates)
+        if full:
+            self.send_full()
+        return int(first)
+
+    def send_full(self) -> None:
+        """Send the recorded calls, of which there are enough, or wait for the only one."""
+        self.flush(wait=self.synchronous)
+
+    def limit_views(self) -> None:
+        """Free the kernels of views where there are too many."""
         with self.lock:
-            calls = self._calls
-            if not calls:
-                self._ring(self)
-            if self.dead:
-                self._bury()
+            if len(self.views) >= CACHED_VIEWS:
+                self.ended.extend(op.number for op in self.views.values())
+                self.views.clear()
+
+    def define(self, op: RecordedOp) -> None:
+        """Send a kernel before its first call."""
+        with self.lock:
             if not op.number:
                 self._define(op)
-            first = self._next
-            self._next = first + op.keeps
-            calls.append((op.number, inputs, first, op.keeps, floats))
-            self._room = first if op.allocates else 0
-            self.records = records = self.records + 1
-            full = records >= self._full or self.synchronous
-        if full:
-            self.flush(wait=self.synchronous)
-        return first
-
-    def _bury(self) -> None:
-        """Record the ends of the buffers whose tensors were collected."""
-        dead, calls = self.dead, self._calls
-        while dead:
-            try:
-                number = dead.popleft()
-            except IndexError:  # another thread was faster
-                return
-            calls.append((FREE, number, 0, 0, ()))
 
     def _define(self, op: RecordedOp) -> None:
         """Send a kernel before its first call."""
@@ -188,13 +228,15 @@ class CommandQueue:
 
         Args:
             program: Its number.
-            handles: The buffers that it reads. One that only this list references is freed by the call, so that the
+            handles: The buffers that it reads. One that nothing else references is freed by the call, so that the
                 worker can reuse its memory after its last read.
             outputs: Number of its outputs.
         """
         with self.lock:
             first = self._reserve(outputs)
-            takes = self._taken(handles)
+            takes = tuple(
+                at for at in range(len(handles)) if sys.getrefcount(handles[at]) == ALONE and handles[at].is_alone()
+            )
             made = tuple(range(first, first + outputs))
             numbers = tuple(handle.number for handle in handles)
             asked = [self._send([Call(program, numbers, made, takes)], (), awaited=self.synchronous)]
@@ -204,17 +246,6 @@ class CommandQueue:
             self.channel.pace()
         return first
 
-    def _reserve(self, count: int) -> int:
-        """Return the first of some numbers for buffers that the next instruction fills; the caller holds the lock."""
-        first = self._next
-        self._next += count
-        self._room = 0
-        return first
-
-    def _taken(self, handles: Sequence[Buffer]) -> tuple[int, ...]:
-        """Return the places of handles that nobody else has."""
-        return tuple(at for at in range(len(handles)) if sys.getrefcount(handles[at]) == _ALONE)
-
     def read_on_worker(self, buffers: Sequence[int]) -> None:
         """Make the worker wait for the content of buffers that it receives in the background."""
         if buffers:
@@ -223,29 +254,29 @@ class CommandQueue:
                 self.record(reading, [number], [])
             self.flush([Free((), (reading.number,))], pace=False)
 
-    @shielded
     def new_number(self) -> int:
         """Return the number of a buffer that is not filled by a call."""
-        with self.lock:
-            number = self._next
-            self._next += 1
-            return number
+        return int(self.native.reserve(1))
+
+    def _reserve(self, count: int) -> int:
+        """Return the first of some numbers for buffers that the next instruction fills, which is no call."""
+        self.native.interrupt()
+        return int(self.native.reserve(count))
 
     @shielded
     def before(self, instruction: Instruction, frames: Sequence[Any] = ()) -> None:
         """Send an instruction before the recorded calls; it fills buffers that none of them uses.
 
-        Unreferenced buffers are freed before it, where that is possible or worth a message, to make room.
+        Unreferenced buffers are freed before it, where no call is recorded or much is sent, to make room.
         """
+        size_bytes = sum(len(frame) for frame in frames)
         with self.lock:
-            if self.dead and self._calls and sum(len(frame) for frame in frames) > BYTES:
-                self._send((), (), awaited=False)
-            elif self.dead and not self._calls:
-                self._first.append((Free(tuple(self.dead.popleft() for _ in range(len(self.dead)))), ()))
-            if not self._calls and not self._first:
+            if self.begun and self.native.dead and (size_bytes > BYTES or not self.native.calls):
+                self._first += [(each, ()) for each in self._take()]
+            if not self._first:
                 self._ring(self)
             self._first.append((instruction, frames))
-            self._frame_bytes += sum(len(frame) for frame in frames)
+            self._frame_bytes += size_bytes
             full = self._frame_bytes > BYTES
         if full:
             self.flush()
@@ -253,19 +284,15 @@ class CommandQueue:
     def fresh(self, number: int) -> bool:
         """Return whether a buffer is merely allocated, unused so far, and may be filled by the client.
 
-        The allocating call is removed where it has not been sent; where the idle thread has sent it, the upload
+        The allocating call is taken back where it has not been sent; where the idle thread has sent it, the upload
         replaces the allocation.
         """
-        with self.lock:
-            if self._room != number:
-                return False
-            self._room = 0
-            if self._calls and self._calls[-1][2] == number:
-                self._calls.pop()
-            return True
+        return bool(self.native.fresh(number))
 
     def write_before_use(self, write: Callable[[], None]) -> None:
-        """Let a write precede the next use of a tensor of the device; called in finalizers."""
+        """Let a write precede the next use of a tensor of the device, before which C++ asks Python only then; called in
+        finalizers."""
+        self.native.add_due(1)
         self.unwaited.append(write)
 
     @shielded
@@ -287,6 +314,7 @@ class CommandQueue:
                         pass
                     finally:
                         self.unwaited.popleft()  # only now: whoever finds none need not wait
+                        self.native.add_due(-1)
             finally:
                 self._writing = False
 
@@ -365,23 +393,27 @@ class CommandQueue:
 
     def _take(self) -> list[Instruction]:
         """Return the instructions for the recorded calls, which are no longer waiting."""
-        if self.dead:
-            self._bury()
-        calls, self._calls = self._calls, []
-        return self._batches.instructions(calls) if calls else []
+        if not self.begun:
+            return []
+        code, inputs, outputs, strays, floats = map(tuple, self.native.take())
+        return self._batches.instructions(code, inputs, outputs, strays, floats) if code or strays else []
 
     def _take_ended(self) -> tuple[int, ...]:
         """Return the definitions that are to be freed."""
-        return tuple(self.ended.popleft() for _ in range(len(self.ended)))
+        if not self.begun:
+            return ()
+        ended = [self.ended.popleft() for _ in range(len(self.ended))]
+        return (*self.native.take_evicted(), *self.native.take_ended_generators(), *ended)
 
     def _limit(self) -> None:
-        """Set the number of records with which the next batch is sent."""
-        self._full = self.records + self._size
+        """Set the number of calls with which the next batch is sent."""
+        if self.begun:
+            self.native.set_most_calls(1 if self._synchronous else self._size)
 
     @property
-    def _waiting(self) -> bool:
-        """True if something is recorded that has not been sent."""
-        return bool(self._calls or self._first)
+    def waiting(self) -> int:
+        """The number of recorded calls, and of other instructions, that have not been sent."""
+        return (int(self.native.calls) if self.begun else 0) + len(self._first)
 
     @property
     def state_bytes(self) -> int:
@@ -449,7 +481,7 @@ class CommandQueue:
             OneboxError: It is gone; or an operator has failed since the last wait and was not reported.
         """
         with self.lock:
-            unused = self.unused and not self._waiting
+            unused = self.unused and not self.waiting
             learned, self.has_learned = self.has_learned, False
         if not unused:
             try:
@@ -468,58 +500,43 @@ class CommandQueue:
         self.flush()
         return self.channel.messages
 
-    def remember(self, key: Any, op: RecordedOp) -> None:
-        """Cache an op for later calls of its kind; when full, clear the cache."""
-        with self.lock:
-            if len(self.cached_ops) >= CACHED_OPS:
-                self._forget()
-            self.cached_ops[key] = op
-            self.has_learned = True
-
-    def _forget(self) -> None:
-        """Clear the cached ops, here and on the worker."""
-        numbers = tuple(known.number for known in self.cached_ops.values() if known.number)
-        self.flush([Free((), numbers)], pace=False)  # the caller holds the lock
-        for known in self.cached_ops.values():
-            known.number = 0
-        self.cached_ops.clear()
-
     @shielded
     def follow(self) -> None:
         """Note that this process has another default element type, on which results of operators depend.
 
         The worker has it before what is recorded next: in a pool that is shared it may be another rank's by now.
         """
+        self.flush(pace=False)
+        if self.begun:
+            self.native.forget()
         with self.lock:
-            if self.cached_ops or self._calls or self._first:
-                self._forget()
             self._default_type = torch.get_default_dtype()
 
 
 class IdleFlusher:
-    """The thread that flushes a command queue when no further operator comes."""
+    """The thread that sends what a queue has recorded when no further operator comes."""
 
     def __init__(self) -> None:
-        self._rung: deque[CommandQueue] = deque()
-        self._bell = threading.Event()
-        self._pause = (
-            threading.Event()
-        )  # never set: waiting on it is a sleep that does not delay the end of the process
-        self._thread: threading.Thread | None = None
+        self._bell = Wakeup()
         self._over = False
+        self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
+        self._queues: Callable[[], Iterable[Any]] = tuple
 
     def ring(self, queue: CommandQueue) -> None:
         """Note that a command queue has begun a batch."""
-        self._rung.append(queue)
-        if not self._bell.is_set():
-            self._bell.set()
-            if self._thread is None:
-                self._start()
+        self._bell.set()
 
-    def _start(self) -> None:
+    def start(self, queues: Callable[[], Iterable[Any]]) -> None:
+        """Start the thread, if it does not run.
+
+        Args:
+            queues: Returns the queues that it looks after.
+        """
         with self._lock:
             if self._thread is None:
+                self._queues = queues
+                native.load().set_bell(self._bell.entrance)
                 self._thread = threading.Thread(target=self._run, name="onebox-idle", daemon=True)
                 self._thread.start()
 
@@ -531,27 +548,23 @@ class IdleFlusher:
             self._thread.join(timeout=1.0)
 
     def after_fork(self) -> None:
-        """Forget the thread, which a forked process lacks; another one is started when it is needed."""
+        """Forget the thread, which a forked process lacks."""
         self.__init__()  # type: ignore[misc]
 
     def _run(self) -> None:
-        while True:
-            self._bell.wait()
+        poller = selectors.DefaultSelector()
+        poller.register(self._bell.descriptor, selectors.EVENT_READ)
+        while not self._over:
+            poller.select()
             self._bell.clear()
-            if self._over:
-                return
-            while self._rung:
-                seen = {queue: queue.records for queue in self._taken()}
-                self._pause.wait(IDLE_S)
-                for queue, records in seen.items():
-                    if queue.records != records:
-                        self._rung.append(queue)
-                        continue
-                    with contextlib.suppress(OneboxError):  # the next use of the device raises the error
-                        queue.flush(pace=False)  # a queue that is far ahead must not delay the others
-
-    def _taken(self) -> list[CommandQueue]:
-        taken = []
-        while self._rung:
-            taken.append(self._rung.popleft())
-        return taken
+            waits = True
+            while waits and not self._over:
+                seen = {queue: queue.waiting for queue in self._queues()}
+                time.sleep(IDLE_S)
+                waits = False
+                for queue, calls in seen.items():
+                    if queue.waiting != calls:
+                        waits = True
+                    elif calls:
+                        with contextlib.suppress(OneboxError):  # the next use of the device raises the error
+                            queue.flush(pace=False)

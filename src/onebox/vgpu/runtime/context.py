@@ -9,6 +9,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -17,9 +18,7 @@ from onebox.pool import Pool, open_pool
 from onebox.pool.sharing import AttachedPool, parent_address
 from onebox.portable import after_fork_in_child
 from onebox.vgpu import native
-from onebox.vgpu.runtime.command_queue import Buffer, CommandQueue, IdleFlusher
-from onebox.vgpu.runtime.current_device import patches_for
-from onebox.vgpu.runtime.native_queue import NativeCommandQueue, NativeIdleFlusher
+from onebox.vgpu.runtime.command_queue import CommandQueue, IdleFlusher
 from onebox.vgpu.runtime.request_channel import ScriptErrors
 
 Device = torch.device | str | int | None
@@ -41,14 +40,43 @@ class DeviceContext:
         self.owner = os.getpid()
         self.transfers = threading.RLock()
         self.errors = ScriptErrors(lambda: called, self._send, self._tidy)
-        kind = NativeCommandQueue if native.IN_USE else CommandQueue
-        self.queues = tuple(kind(pool, worker, idle.ring, self.errors) for worker in range(len(pool)))
+        self.queues = tuple(CommandQueue(pool, each, idle.ring, self.errors, self.begin) for each in range(len(pool)))
         for queue in self.queues:
             queue.channel.others = [each.channel for each in self.queues]
+            queue.synchronous = isinstance(pool, AttachedPool) and pool.synchronous
+        self.begun = False
+        """Whether the devices are in use."""
         self._group = 0
         self._seen_failures = self._failures()
-        self.received: weakref.WeakSet[Buffer] = weakref.WeakSet()
-        """The buffers that were received in the group of all devices."""
+
+    def set_synchronous(self, on: bool) -> None:
+        """Set whether every operator is waited for."""
+        for queue in self.queues:
+            queue.synchronous = on
+
+    def begin(self) -> None:
+        """Make the devices those of PyTorch, at their first use.
+
+        A process that only trains by a :class:`onebox.Trainer` thus needs neither the object in C++ nor a compiler.
+
+        Raises:
+            PoolError: There is no such object, and none can be built.
+        """
+        with _beginning[0]:
+            if not self.begun:
+                begin_device()
+                for queue in self.queues:
+                    queue.begin()
+                self.pool.closing += [queue.native.close for queue in self.queues]
+                self.begun = True
+                self.take_over()
+                idle.start(open_queues)
+
+    def take_over(self) -> None:
+        """Make the devices those of PyTorch, which may have had another pool's in use."""
+        for queue in self.queues:
+            queue.native.open()
+        native.load().set_device_count(len(self.queues))
 
     def group(self) -> int:
         """Return the group of all devices, in which tensors go from worker to worker; formed on first use.
@@ -106,9 +134,8 @@ class DeviceContext:
         Tensors that were received are read: a worker receives in the background, until it leaves the group.
         """
         for queue in self.queues:
-            queue.read_on_worker([buffer.number for buffer in self.received if buffer.queue is queue])
+            queue.read_on_worker(queue.native.take_watched())
             queue.flush(pace=False)
-        self.received.clear()
         end_s = time.monotonic() + SETTLE_S
         probes = [queue.channel.probe() for queue in self.queues]
         for queue, probe in zip(self.queues, probes, strict=True):
@@ -117,9 +144,9 @@ class DeviceContext:
 
 def _after_fork() -> None:
     """Replace the locks and threads of a forked process; another thread of its parent may have held them."""
-    _attaching[0] = threading.RLock()
-    if native.IN_USE:
-        native.load().after_fork()
+    _attaching[0], _beginning[0] = threading.RLock(), threading.RLock()
+    if (device := native.loaded()) is not None:
+        device.after_fork()
     idle.after_fork()
     for each in _open_contexts.values():
         each.transfers = threading.RLock()
@@ -132,12 +159,16 @@ after_fork_in_child(_after_fork)
 after_failures: list[Callable[[Sequence[CommandQueue]], object]] = []
 """Called before a failure of an operator is raised, with the queues of the devices that may have stopped."""
 
-idle = NativeIdleFlusher() if native.IN_USE else IdleFlusher()
+begin_device: Callable[[], Any] = native.load
+"""Makes PyTorch know the device, at its first use, and returns the module in C++; set by the module of registration."""
+
+idle = IdleFlusher()
 atexit.register(idle.end)
 _contexts: list[weakref.ref[DeviceContext]] = []
 _open_contexts: dict[int, DeviceContext] = {}
 _local = threading.local()
 _attaching = [threading.RLock()]
+_beginning = [threading.RLock()]
 _on_demand: list[bool] = []
 
 
@@ -149,22 +180,20 @@ def attach(pool: Pool) -> DeviceContext:
     made = _open_contexts.get(id(pool))
     if made is None:
         made = _open_contexts[id(pool)] = DeviceContext(pool)
-        pool.closing.append(lambda: _open_contexts.pop(id(pool), None))
+        pool.closing.append(lambda: _forget(pool))
     _contexts[:] = [each for each in _contexts if each() is not made]
     _contexts.append(weakref.ref(made))
-    if isinstance(idle, NativeIdleFlusher):
-        _open_natively(made, idle)
+    if native.loaded() is not None:  # PyTorch says no more when it first uses a device
+        made.take_over()
     return made
 
 
-def _open_natively(devices: DeviceContext, flusher: NativeIdleFlusher) -> None:
-    """Make the devices of a pool those of C++, until it is closed."""
-    native.load().set_device_count(len(devices.queues))
-    for queue in devices.queues:
-        assert isinstance(queue, NativeCommandQueue)
-        queue.native.open()
-        devices.pool.closing.append(queue.native.close)
-    flusher.start(open_queues)
+def _forget(pool: Pool) -> None:
+    """Leave the names of a pool's devices to those of another one that is open."""
+    _open_contexts.pop(id(pool), None)
+    left = _newest()
+    if left is not None and left.begun and left.owner == os.getpid():
+        left.take_over()
 
 
 def _newest() -> DeviceContext | None:
@@ -215,8 +244,6 @@ def _attach_to_parent() -> DeviceContext:
         pool = AttachedPool(parent_address())
         made = attach(pool)
         pool.closing.insert(0, lambda: _send_recorded(made))
-        for queue in made.queues:
-            queue.synchronous = pool.synchronous
         return made
 
 
@@ -236,20 +263,15 @@ def is_forked() -> bool:
 def device_count() -> int:
     """Return the number of virtual devices."""
     try:
-        return len(current_context().queues)
+        return len(current_context().pool)
     except PoolError:
         return 0
 
 
 def current_device() -> int:
     """Return the number of this thread's current device."""
-    if native.IN_USE:
-        return int(native.load().current_device())
-    return getattr(_local, "device", 0)
-
-
-NUMBERED = patches_for(current_device)
-"""Patches for scripts that use another device than the first; applied when a thread first chooses one."""
+    device = native.loaded()
+    return 0 if device is None else int(device.current_device())
 
 
 def set_current_device(number: int) -> None:
@@ -258,11 +280,10 @@ def set_current_device(number: int) -> None:
     Raises:
         UsageError: There is no such device.
     """
-    queue_of(torch.device("vgpu", number))
-    if native.IN_USE:
+    devices = context_of(queue_of(torch.device("vgpu", number)))
+    if number != current_device():  # not the first one, which a thread chooses that pins memory, also for a Trainer
+        devices.begin()
         native.load().set_current_device(number)
-    elif number:
-        NUMBERED.apply()
     _local.device = number
 
 

@@ -18,6 +18,7 @@ from onebox.graph.lower.lowering import canonical
 from onebox.vgpu import install
 from onebox.vgpu.compile import dynamo
 from onebox.vgpu.compile.sections import Section, Single, copies_needed, output_nodes, sections
+from onebox.vgpu.runtime import context
 from onebox.worker.programs.interpreter import CompiledProgram
 from onebox.worker.progress import WorkerProgress
 
@@ -27,6 +28,7 @@ CPU = torch.device("cpu")
 @pytest.fixture(scope="module", autouse=True)
 def device() -> None:
     install()
+    context.begin_device()  # as whoever traces tensors of it has some
     dynamo.DYNAMO.apply()
 
 

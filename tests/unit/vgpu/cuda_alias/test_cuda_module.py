@@ -11,13 +11,11 @@ import pytest
 import torch
 from torch import nn
 
-from onebox.vgpu.core.tensor import VirtualTensor
 from onebox.vgpu.cuda_alias import alias_cuda
 from onebox.vgpu.cuda_alias.cuda_module import KEPT, KEPT_MODULES, NAMED_TOO, OF_SUBMODULES, mapped, submodules
 from onebox.vgpu.cuda_alias.cuda_tensors import tensor_type
 from onebox.vgpu.cuda_alias.device_arguments import factories, table
 from onebox.vgpu.cuda_alias.unsupported import ADVICE
-from onebox.vgpu.integration.generators import VirtualGenerator
 
 OWNERS: list[Any] = [
     torch,
@@ -30,9 +28,6 @@ OWNERS: list[Any] = [
     torch.backends.cuda,
     torch.backends.cudnn,
     torch.utils._device.DeviceContext,
-    VirtualGenerator,
-    type(VirtualGenerator),
-    VirtualTensor,
     *submodules(),
 ]
 """Everything that has attributes which the alias replaces."""

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map
 
 from onebox.vgpu import native
-from onebox.vgpu.dispatch.op_cache import SHAPED_BY_FLOATS
+from onebox.vgpu.dispatch.op_inference import SHAPED_BY_FLOATS
 
 aten = torch.ops.aten
 Layout = tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int, int, bool, bool]

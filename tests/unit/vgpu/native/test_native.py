@@ -20,17 +20,19 @@ NAMES = [
 ]
 
 
-def run_checks(*names: str, every: int = 12) -> dict[str, str]:
+def run_checks(*names: str, every: int = 12, variables: dict[str, str] | None = None) -> dict[str, str]:
     """Run checks in a process of their own; return what was wrong with each.
 
     Args:
         names: The checks; all if none.
         every: How many of PyTorch's operators share one that is tried.
+        variables: Of its environment, beside this process's own.
     """
     if shutil.which(os.environ.get("CXX") or "g++") is None:
         pytest.skip("there is no C++ compiler, which virtual devices need once")
     # one object for all processes of the tests, whose own caches are gone when they end
     env = {**os.environ, "XDG_CACHE_HOME": str(Path(sys.prefix) / "cache"), "EVERY": str(every)}
+    env |= variables or {}
     run = subprocess.run(
         [sys.executable, "-m", "tests.unit.vgpu.native.checks", *names],
         cwd=ROOT,
@@ -61,3 +63,23 @@ def test_the_device_in_a_process_of_its_own(name: str, found: dict[str, str]) ->
 def test_every_operator_of_the_database() -> None:
     name = "operators_have_the_values_of_the_host"
     assert run_checks(name, every=1) == {name: ""}
+
+
+@pytest.mark.soak  # compiles the device once more, and runs slowly
+def test_sanitizers_find_nothing(tmp_path: Path) -> None:
+    """Neither that of addresses nor that of undefined behaviour, in the device's own code."""
+    compiler = tmp_path / "cxx"
+    flags = "-fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer -g -O1"
+    compiler.write_text(f'#!/bin/sh\nexec g++ {flags} "$@"\n', encoding="utf-8")
+    compiler.chmod(0o700)
+    libraries = [
+        subprocess.run(["g++", f"-print-file-name={name}"], capture_output=True, text=True, check=True).stdout.strip()
+        for name in ("libasan.so", "libstdc++.so.6")
+    ]
+    variables = {
+        "CXX": str(compiler),
+        "XDG_CACHE_HOME": str(tmp_path / "cache"),
+        "LD_PRELOAD": " ".join(libraries),
+        "ASAN_OPTIONS": "detect_leaks=0",  # Python's own are many
+    }
+    assert not any(run_checks(variables=variables).values())

@@ -37,11 +37,11 @@ def test_a_use_waits_for_a_write_of_another_thread(queue: CommandQueue) -> None:
             queue.write_unwaited()
         log.append("use")
 
-    queue.unwaited.append(first)
+    queue.write_before_use(first)
     writing, using = threading.Thread(target=queue.write_unwaited), threading.Thread(target=use)
     writing.start()
     assert begun.wait(60)
-    queue.unwaited.append(lambda: log.append("second"))
+    queue.write_before_use(lambda: log.append("second"))
     using.start()
     using.join(0.3)
     assert using.is_alive() and not log
@@ -53,15 +53,15 @@ def test_a_use_waits_for_a_write_of_another_thread(queue: CommandQueue) -> None:
 
 def test_the_last_write_counts_until_it_is_recorded(queue: CommandQueue) -> None:
     seen: list[int] = []
-    queue.unwaited.append(lambda: seen.append(len(queue.unwaited)))
+    queue.write_before_use(lambda: seen.append(len(queue.unwaited)))
     queue.write_unwaited()
     assert seen == [1] and not queue.unwaited
 
 
 def test_an_error_of_a_write_is_raised_and_the_others_follow(queue: CommandQueue) -> None:
     log: list[str] = []
-    queue.unwaited.append(lambda: log[5])
-    queue.unwaited.append(lambda: log.append("second"))
+    queue.write_before_use(lambda: log[5])
+    queue.write_before_use(lambda: log.append("second"))
     with pytest.raises(IndexError):
         queue.write_unwaited()
     queue.write_unwaited()
@@ -76,7 +76,7 @@ def test_a_batch_is_full_of_calls_whatever_it_frees(queue: CommandQueue) -> None
     sizes: list[int] = []
     size, sent = 0, queue.channel.messages
     while len(sizes) < 5:
-        queue.dead.append(queue.record(counting, [], []))
+        queue.native.drop(queue.record(counting, [], []))
         size += 1
         if queue.channel.messages > sent:
             sizes.append(size)

@@ -1,4 +1,4 @@
-"""The cache of operators: the kernel for a worker, and the layouts of the results.
+"""What is inferred of an operator: the kernel for a worker, and the layouts of the results.
 
 Result layouts are inferred once for each (operator, layouts of its tensors, other arguments), by running it on the
 ``meta`` device. Floating-point numbers are not part of that key, because they differ from step to step and no shape
@@ -43,16 +43,12 @@ SHAPED_BY_FLOATS = frozenset(
 )
 """Names of the overloads whose result sizes depend on a floating-point number."""
 
-sources: dict[int, int] = {}
-"""The devices' generators by the seed of the host generator that represents each: PyTorch passes a generator on as
-another object, but with the same seed."""
-
 
 class UnknownResult(Exception):
     """The result layout cannot be inferred here: the worker must determine it."""
 
 
-class CachedOp(RecordedOp):
+class InferredOp(RecordedOp):
     """An inferred operator for one kind of arguments.
 
     Args:
@@ -64,7 +60,7 @@ class CachedOp(RecordedOp):
         shared: For each returned tensor, the input that a new one is a view of; -1 for none.
     """
 
-    __slots__ = ("changes", "floats", "lengths", "only", "rebuild", "returns", "shared", "versioned", "viewed")
+    __slots__ = ("changes", "lengths", "rebuild", "returns", "shared")
 
     def __init__(
         self,
@@ -78,19 +74,12 @@ class CachedOp(RecordedOp):
         self.returns = returns
         self.changes = changes
         self.rebuild = rebuild
-        self.floats = kernel.floats
-        first = returns[0] if len(returns) == 1 and rebuild is None and not changes else None
-        self.only = first if isinstance(first, Metadata) else None
-        """The layout where the result is one new tensor and no input changes, as for nearly all operators."""
         self.shared = shared or (-1,) * len(returns)
-        self.viewed = self.shared[0] if returns else -1
-        """The input that the new tensor is a view of; -1 for none."""
-        self.versioned = versioned_inputs(kernel)
         self.lengths: list[int] = []
         """For each return of the operator: the length of a list, or -1."""
 
 
-def infer_op(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CachedOp:
+def infer_op(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> InferredOp:
     """Infer the effects of an operator.
 
     Args:
@@ -136,8 +125,8 @@ def changed(value: Any, change: Callable[[Any], Any]) -> Any:
     return change(value)
 
 
-def _compared(func: Any, kernel: KernelSpec, order: list[Tensor], twins: dict[int, Tensor], result: Any) -> CachedOp:
-    """Return the cached op, from the results of an operator on ``meta``."""
+def _compared(func: Any, kernel: KernelSpec, order: list[Tensor], twins: dict[int, Tensor], result: Any) -> InferredOp:
+    """Return what is inferred from the results of an operator on ``meta``."""
     flat, rebuild = flatten(func, result)
     writes = written_inputs(kernel)
     positions: dict[int, int] = {}
@@ -171,14 +160,14 @@ def _compared(func: Any, kernel: KernelSpec, order: list[Tensor], twins: dict[in
     outs = tuple(item.strided() if isinstance(item, Metadata) else None for item in returns)
     whole = KernelSpec(kernel.name, kernel.args, kernel.kwargs, kernel.inputs, kernel.floats, outs)
     shared = tuple(-1 if item is None else storages.get(item.untyped_storage()._cdata, -1) for item in flat)
-    made = CachedOp(whole, tuple(returns), tuple(changes), rebuild, shared)
+    made = InferredOp(whole, tuple(returns), tuple(changes), rebuild, shared)
     several = () if not func._schema.returns else result if isinstance(result, tuple) else (result,)
     made.lengths = [len(item) if isinstance(item, list | tuple) else -1 for item in several]
     return made
 
 
-def learn_op(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> CachedOp | None:
-    """Return the cached op for calls like one that a worker has run; ``None`` where the result does not determine it.
+def learn_op(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> InferredOp | None:
+    """Return what is known of calls like one that a worker has run; ``None`` where the result does not determine it.
 
     Args:
         func: The overload.
@@ -193,7 +182,7 @@ def learn_op(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: A
     kernel = describe(func, args, kwargs)
     outs = tuple(None if layout is None else layout.strided() for layout in returns)
     whole = KernelSpec(kernel.name, kernel.args, kernel.kwargs, kernel.inputs, kernel.floats, outs)
-    return CachedOp(whole, returns, (), rebuild)
+    return InferredOp(whole, returns, (), rebuild)
 
 
 def flatten(func: Any, result: Any) -> tuple[list[Any], Callable[[list[Any]], Any] | None]:
@@ -246,7 +235,7 @@ def versioned_inputs(kernel: KernelSpec) -> tuple[int, ...]:
 
 
 def _source(generator: Any) -> int:
-    number = native.load().generator_number(generator) if native.IN_USE else sources.get(generator.initial_seed(), -1)
+    number = native.load().generator_number(generator)
     if number < 0:
         raise RuntimeError("Expected a 'vgpu' device type for generator but found 'cpu'")
     return int(number)

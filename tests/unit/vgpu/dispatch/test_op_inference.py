@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,10 +9,10 @@ import torch
 from torch import Tensor
 
 from onebox.errors import WireError
-from onebox.vgpu import install
+from onebox.vgpu import install, native
 from onebox.vgpu.core.metadata import Metadata, dense, metadata_of
-from onebox.vgpu.core.tensor import Handle, command_queue_of, wrap
-from onebox.vgpu.dispatch.op_cache import UnknownResult, changed, describe, flatten, infer_op
+from onebox.vgpu.core.tensor import key_of
+from onebox.vgpu.dispatch.op_inference import UnknownResult, changed, describe, flatten, infer_op
 from onebox.wire import Complex, DType, Hole, Many, MemoryFormat, OwnDevice, SlotArgument
 
 aten = torch.ops.aten
@@ -27,20 +25,22 @@ def installed() -> None:
 
 def virtual(*shape: int, dtype: torch.dtype = torch.float32, like: Tensor | None = None) -> Tensor:
     """Return a virtual tensor of no pool."""
-    stream: Any = SimpleNamespace(device=torch.device("vgpu", 0), dead=deque())
-    return wrap(Handle(stream, 7), dense(dtype, shape) if like is None else metadata_of(like))
+    layout = dense(dtype, shape) if like is None else metadata_of(like)
+    made: Tensor = native.load().Queue(0, 1000, 100).make(7, key_of(layout))
+    return made
 
 
 def test_an_operator_that_makes_one_tensor() -> None:
     made = infer_op(aten.mm.default, (virtual(2, 3), virtual(3, 5)), {})
-    assert made.only is dense(torch.float32, (2, 5))
+    layout = dense(torch.float32, (2, 5))
+    assert made.returns == (layout,)
     assert (made.kernel.name, made.kernel.args, made.inputs, made.keeps) == (
         "aten.mm.default",
         (SlotArgument(0), SlotArgument(1)),
         2,
         1,
     )
-    assert made.kernel.outs == (made.only.strided(),)
+    assert made.kernel.outs == (layout.strided(),)
 
 
 def test_floating_point_numbers_are_left_open_and_others_are_not() -> None:
@@ -48,7 +48,7 @@ def test_floating_point_numbers_are_left_open_and_others_are_not() -> None:
     made = infer_op(aten.add.Tensor, (x, 0.5), {"alpha": 2})
     assert made.kernel.args == (SlotArgument(0), Hole(0))
     assert made.kernel.kwargs == {"alpha": 2}
-    assert made.floats == 1
+    assert made.kernel.floats == 1
     foreach = infer_op(aten._foreach_mul.ScalarList, ([x, x], [0.5, 0.25]), {})
     assert foreach.kernel.args == (Many((SlotArgument(0), SlotArgument(1))), Many((Hole(0), Hole(1))))
 
@@ -57,7 +57,7 @@ def test_a_number_that_says_how_much_there_is_stays() -> None:
     made = infer_op(aten.arange.start_step, (0.0, 1.0, 0.25), {"device": torch.device("vgpu", 0)})
     assert made.kernel.args == (0.0, 1.0, 0.25)
     assert made.kernel.kwargs == {"device": OwnDevice()}
-    assert made.only is dense(torch.float32, (4,))
+    assert made.returns == (dense(torch.float32, (4,)),)
 
 
 def test_other_arguments_as_they_travel() -> None:
@@ -70,7 +70,7 @@ def test_other_arguments_as_they_travel() -> None:
 def test_an_operator_in_place_returns_its_argument() -> None:
     x, y = virtual(2, 3), virtual(3)
     made = infer_op(aten.add_.Tensor, (x, y), {})
-    assert (made.returns, made.keeps, made.only, made.changes) == ((0,), 0, None, ())
+    assert (made.returns, made.keeps, made.changes) == ((0,), 0, ())
     assert made.kernel.outs == (None,)
     assert infer_op(aten.mul.out, (y, y), {"out": y}).returns == (2,)
 
@@ -84,15 +84,16 @@ def test_an_operator_that_changes_how_its_argument_looks() -> None:
 def test_views_keep_offset_and_storage() -> None:
     x = virtual(4, 6)
     made = infer_op(aten.select.int, (x, 1, 2), {})
-    assert made.only is metadata_of(torch.empty(4, 6).select(1, 2))
+    assert (made.returns, made.shared) == ((metadata_of(torch.empty(4, 6).select(1, 2)),), (0,))
     again = infer_op(aten.slice.Tensor, (virtual(like=torch.empty(4, 6)[:, 2]), 0, 1, 3), {})
-    assert again.only is metadata_of(torch.empty(4, 6)[1:3, 2])
+    assert (again.returns, again.shared) == ((metadata_of(torch.empty(4, 6)[1:3, 2]),), (0,))
 
 
 def test_lists_and_tuples_are_put_together_again() -> None:
     x = virtual(6, 2)
     halves = infer_op(aten.split.Tensor, (x, 4), {})
     assert [layout.shape for layout in halves.returns if isinstance(layout, Metadata)] == [(4, 2), (2, 2)]
+    assert halves.lengths == [2]
     assert halves.rebuild is not None
     assert halves.rebuild(["a", "b"]) == ["a", "b"]
     top = infer_op(aten.topk.default, (x, 1), {})
@@ -145,12 +146,13 @@ def test_what_workers_do_not_run_is_refused_by_name() -> None:
 
 def test_a_recipe_holds_no_tensor() -> None:
     x = virtual(3)
-    dead = command_queue_of(x).dead
+    queue = native.load().queue(x)
     kept = infer_op(aten.cat.default, ([x, x],), {})
-    assert not dead
+    assert not queue.dead
     del x
-    assert list(dead) == [7], "at once, and not when the garbage collector comes"
-    assert kept.only is dense(torch.float32, (6,))
+    assert queue.dead, "at once, and not when the garbage collector comes"
+    assert queue.take()[3] == [7]
+    assert kept.returns == (dense(torch.float32, (6,)),)
 
 
 def test_arguments_change_within_lists() -> None:
