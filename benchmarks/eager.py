@@ -1,8 +1,9 @@
 """What does a virtual device cost a script that was written for one machine?
 
 The same script runs in its own process and on one worker, one thread each, in turn. The published system (Yang 2018)
-takes 2.44 times as long on a remote GPU as on a local one. Then: what the client does for an operator, how often a
-script waits for its device, and how much faster several workers are (published: 1.6 times with two, 2.2 with four).
+takes 2.44 times as long on a remote GPU as on a local one. Then: what the client does for an operator, how long a token
+of generated text takes, how often a script waits for its device, and how much faster several workers are (published:
+1.6 times with two, 2.2 with four).
 
 The CNN is that of PyTorch's MNIST example (two convolutions of 3 x 3 with 32 and 64 channels, two linear layers), the
 MLP has layers of 784, 1024, 1024 and 10; both are trained by SGD with momentum on float32 images of 28 x 28 that come
@@ -13,22 +14,15 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
 import torch
 from common import BATCH, Peer, finish, show, spread
+from eager_client import against_cpu, geometric_mean, in_loops
 from eager_script import READ_EVERY
 from eager_waits import measure_waits
-from torch import Tensor
-
-import onebox
-from onebox.vgpu.core import tensor
-from onebox.vgpu.core.tensor import Handle
-from onebox.vgpu.dispatch import dispatch
-from onebox.vgpu.runtime.context import current_context
 
 PUBLISHED = 2.44
 """Time on a remote GPU over that on a local one (Yang 2018)."""
@@ -37,10 +31,11 @@ PUBLISHED_SPEEDUPS = {2: 1.6, 4: 2.2}
 
 STEPS = {"cnn": 12, "mlp": 80}
 THREAD_STEPS = 8
-OPERATORS = 64 * 16
 LATENCY_S = 0.03
 
-PARTS = ("ratio", "client", "waits", "workers")
+TOKENS = 96
+
+PARTS = ("ratio", "client", "generation", "waits", "workers")
 
 
 def main() -> None:
@@ -57,6 +52,8 @@ def main() -> None:
         result |= compare(options.pool, options.rounds)
     if "client" in options.parts:
         result |= client(options.pool)
+    if "generation" in options.parts:
+        result |= generation(options.pool, options.rounds)
     if "waits" in options.parts:
         result |= waits(options.pool)
     if "workers" in options.parts:
@@ -123,124 +120,58 @@ def milliseconds(side: Peer, steps: int, every: int) -> float:
 
 
 def client(pool: str) -> dict[str, Any]:
-    """Measure what the client does for an operator when shapes repeat."""
-    with onebox.open(pool, threads=1):
-        stream = current_context().queues[0]
-        weights = torch.randn(16, 16, device="vgpu:0", requires_grad=True)
-        plain = weights.detach().clone()
-        forward, training = Loop(plain), Loop(weights)
-        runs = {
-            "operators without autograd": per_operator(forward.forward),
-            "operators of forward and backward": per_operator(training.both),
-        }
-        parts = breakdown(stream, plain)
+    """Measure what the client does for an operator when shapes repeat, and what PyTorch does for one on a CPU."""
+    runs, operators = in_loops(pool), against_cpu(pool)
     rows = [[name, spread(wall, 2), spread(processor, 2)] for name, (wall, processor) in runs.items()]
-    rows += [[f"one addition: {name}", spread(values, 2), ""] for name, values in parts.items()]
     show(
         "What the client does for an operator when shapes repeat: median (least to most)",
         ["what", "µs per operator", "of its processor"],
         rows,
     )
+    shares = {name: ratios(ours, theirs) for name, (ours, theirs) in operators.items()}
+    show(
+        "Ten small operators, recorded and sent, against PyTorch's own on a CPU: median (least to most)",
+        ["operator", "µs", "µs on a CPU", "ratio"],
+        [[name, *(spread(times, 2) for times in operators[name]), spread(share, 2)] for name, share in shares.items()],
+    )
+    medians = [statistics.median(share) for share in shares.values()]
     return {
         "client_us_per_op": round(max(statistics.median(wall) for wall, _ in runs.values()), 2),
         "client_cpu_us_per_op": round(max(statistics.median(processor) for _, processor in runs.values()), 2),
-        "client_us_parts": {name: round(statistics.median(values), 2) for name, values in parts.items()},
+        "operator_over_cpu": round(geometric_mean(medians), 3),
+        "operator_over_cpu_most": round(max(medians), 3),
     }
 
 
-class Loop:
-    """A loop of small operators of many kinds.
-
-    Args:
-        weights: A matrix [16, 16].
-    """
-
-    def __init__(self, weights: Tensor) -> None:
-        self.weights = weights
-        self.bias = torch.zeros(16, device=weights.device)
-
-    def forward(self) -> Tensor:
-        """Run seven operators 48 times."""
-        weights = self.weights
-        y = total = weights
-        for _ in range(48):
-            y = torch.addmm(self.bias, y, weights)
-            y = torch.relu(y)
-            y = y * 0.5
-            y = y + weights
-            y = y.view(256)
-            y = y.view(16, 16).t()
-            total = y.sum()
-        return total
-
-    def both(self) -> None:
-        """Run them and their backward pass."""
-        self.forward().backward()
-        self.weights.grad = None
+# ---- text, a token at a time
 
 
-def per_operator(run: Callable[[], object], repeats: int = 60) -> tuple[list[float], list[float]]:
-    """Return microseconds of the client for each recorded operator: until it can go on, and of all its threads.
-
-    The worker catches up between the figures.
-    """
-    stream = current_context().queues[0]
-    for _ in range(3):
-        run()
-    wall, processor = [], []
-    for _ in range(repeats):
-        stream.synchronize()
-        before, begin, used = stream.records, time.perf_counter(), time.process_time()
-        run()
-        stream.flush()
-        operators = (stream.records - before) / 1e6
-        wall.append((time.perf_counter() - begin) / operators)
-        stream.synchronize()  # by then the other threads have sent it
-        processor.append((time.process_time() - used) / operators)
-    return wall, processor
-
-
-def breakdown(stream: Any, x: Tensor) -> dict[str, list[float]]:
-    """Take an addition of two small tensors apart: each part by itself, in microseconds."""
-    add = torch.ops.aten.add.Tensor
-    made = x + x
-    known = [found for key, found in stream.cached_ops.items() if key[0] == add.name()]
-    recipe = next(found for found in known if found.only is tensor.layout_of(made))
-    number = tensor.handle_of(x).number
-
-    def key() -> object:
-        parts: list[Any] = [add.name()]
-        dispatch._scan((x, x), parts, [], [])
-        return stream.cached_ops.get(tuple(parts))
-
-    def recorded() -> None:
-        stream.record(recipe, [number, number], [])
-
-    before, tensor.VirtualTensor.dispatcher = tensor.VirtualTensor.dispatcher, staticmethod(lambda *_: made)
-    try:
-        reached = repeated(lambda: x + x)
-    finally:
-        tensor.VirtualTensor.dispatcher = staticmethod(before)
-    return {
-        "PyTorch, until it is ours": reached,
-        "key and recipe": repeated(key),
-        "record, and sending a batch": repeated(recorded, stream),
-        "the tensor that is returned": repeated(lambda: tensor.wrap(Handle(stream, 0), tensor.layout_of(made))),
-        "all of it": repeated(lambda: x + x, stream),
-    }
-
-
-def repeated(run: Callable[[], object], stream: Any = None, repeats: int = 60) -> list[float]:
-    """Return microseconds of one run of something; a stream is emptied between the figures."""
-    found = []
-    for _ in range(repeats):
-        if stream is not None:
-            stream.synchronize()
-        begin = time.perf_counter()
-        for _ in range(OPERATORS // 4):
-            run()
-        found.append((time.perf_counter() - begin) / (OPERATORS // 4) * 1e6)
-    return found
+def generation(pool: str, rounds: int) -> dict[str, float]:
+    """Compare greedy decoding, each token of which is read, with keys and values in a cache that grows or does not."""
+    local_device = pool if pool.startswith("cuda") else "cpu"
+    rows: list[list[str]] = []
+    result: dict[str, float] = {}
+    for name, cache in (("generation_ratio", "static"), ("generation_ratio_growing", "growing")):
+        with ExitStack() as stack:
+            sides = [
+                peer(stack, "decode", cache, local_device),
+                peer(stack, "decode", cache, "vgpu:0", pool),
+            ]
+            for side in sides:
+                milliseconds(side, TOKENS, 0)
+            times: list[list[float]] = [[], []]
+            for _ in range(rounds):
+                for side, of_side in zip(sides, times, strict=True):
+                    of_side.append(milliseconds(side, TOKENS, 0))
+        shares = ratios(times[1], times[0])
+        result[name] = round(statistics.median(shares), 3)
+        rows.append([cache, spread(times[0], 2), spread(times[1], 2), spread(shares)])
+    show(
+        f"Greedy decoding of {TOKENS} tokens by a GPT of 4 layers of 256, each token read: median (least to most)",
+        ["cache", "local ms/token", "worker ms/token", "worker / local"],
+        rows,
+    )
+    return result
 
 
 # ---- round trips

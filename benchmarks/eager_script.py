@@ -132,6 +132,71 @@ class Replicas:
             raise failure
 
 
+class Decoder(nn.Module):
+    """A GPT that decodes greedily: 4 layers of 256 with 4 heads, and 512 words.
+
+    Args:
+        growing: Whether the cache of keys and values grows by a token at a time, rather than have its final size.
+    """
+
+    def __init__(self, *, growing: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.growing = growing
+        self.words, self.places = nn.Embedding(512, 256), nn.Embedding(LONGEST, 256)
+        self.norms = nn.ModuleList(nn.LayerNorm(256) for _ in range(9))
+        self.projections = nn.ModuleList(nn.Linear(256, 768) for _ in range(4))
+        self.joins = nn.ModuleList(nn.Linear(256, 256) for _ in range(4))
+        self.widenings = nn.ModuleList(nn.Linear(256, 1024) for _ in range(4))
+        self.narrowings = nn.ModuleList(nn.Linear(1024, 256) for _ in range(4))
+
+    def forward(self, word: Tensor, place: Tensor, cache: list[Tensor]) -> Tensor:
+        """Return the next word [1, 1], and add this one's keys and values to the cache.
+
+        Args:
+            word: The word [1, 1].
+            place: Its place [1].
+            cache: Keys and values of each layer [1, 4, T, 64], in turn.
+        """
+        x = self.words(word) + self.places(place)
+        seen = None if self.growing else (torch.arange(LONGEST, device=word.device) <= place)[None, None, None]
+        for layer in range(4):
+            parts = self.projections[layer](self.norms[2 * layer](x)).view(1, 1, 3, 4, 64).permute(2, 0, 3, 1, 4)
+            for number, made in zip((2 * layer, 2 * layer + 1), parts[1:].unbind(0), strict=True):
+                if self.growing:
+                    cache[number] = torch.cat([cache[number], made], 2)
+                else:
+                    cache[number].index_copy_(2, place, made)
+            keys, values = cache[2 * layer : 2 * layer + 2]
+            found = nn.functional.scaled_dot_product_attention(parts[0], keys, values, attn_mask=seen)
+            x = x + self.joins[layer](found.transpose(1, 2).reshape(1, 1, 256))
+            wide = nn.functional.gelu(self.widenings[layer](self.norms[2 * layer + 1](x)))
+            x = x + self.narrowings[layer](wide)
+        return (self.norms[8](x) @ self.words.weight.t()).argmax(-1)
+
+
+LONGEST = 128
+"""The most tokens of a text."""
+
+
+def decode(cache: str, device: str) -> Callable[[int, int], object]:
+    """Return what decodes so many tokens, and reads each."""
+    growing = cache == "growing"
+    model = Decoder(growing=growing).to(device)
+
+    @torch.no_grad()
+    def run(tokens: int, every: int) -> list[int]:
+        held = [torch.zeros(1, 4, 0 if growing else LONGEST, 64, device=device) for _ in range(8)]
+        word = torch.zeros(1, 1, dtype=torch.int64, device=device)
+        read = []
+        for number in range(tokens):
+            word = model(word, torch.tensor([number], device=device), held)
+            read.append(int(word))
+        return read
+
+    return run
+
+
 def serve(run: Callable[[int, int], object]) -> None:
     """Run steps as told."""
     for line in sys.stdin:
@@ -142,7 +207,7 @@ def serve(run: Callable[[int, int], object]) -> None:
 
 
 def main() -> None:
-    """``eager_script.py one MODEL DEVICE [POOL]`` or ``eager_script.py threads MODEL COUNT POOL``."""
+    """``eager_script.py one MODEL DEVICE [POOL]``, ``decode CACHE DEVICE [POOL]`` or ``threads MODEL COUNT POOL``."""
     if len(sys.argv) == 1:
         print(main.__doc__)
         return
@@ -151,7 +216,9 @@ def main() -> None:
     with contextlib.ExitStack() as stack:
         if pool:
             stack.enter_context(onebox.open(pool[0], threads=1))
-        serve(one(name, what) if kind == "one" else Replicas(name, [f"vgpu:{k}" for k in range(int(what))]).run)
+        if kind == "threads":
+            serve(Replicas(name, [f"vgpu:{k}" for k in range(int(what))]).run)
+        serve({"one": one, "decode": decode}[kind](name, what))
 
 
 if __name__ == "__main__":
