@@ -69,4 +69,5 @@ def _received(worker: int, number: int, layout: Strided, requires_grad: bool, pa
     passed = wrap(Handle(queue, number), from_wire(layout))  # the number is freed with it
     with torch.no_grad():
         made: Tensor = launch(queue, torch.ops.aten.alias.default, passed)
+    queue.flush()  # before the sender is told that it may end, with which its buffers are freed
     return torch.nn.Parameter(made, requires_grad) if parameter else made.requires_grad_(requires_grad)
