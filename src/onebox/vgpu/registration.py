@@ -43,7 +43,6 @@ from onebox.vgpu.integration import (
 from onebox.vgpu.ops import (
     attention,
     autocast,
-    chunk_cat,
     embedding_bags,
     histogram,
     one_hot,
@@ -80,14 +79,11 @@ def install() -> None:
         PATCHES.apply()
 
 
-def _begin_device() -> Any:
-    """Return the module in C++, once it has registered the device and knows what to ask of Python."""
-    device = native.loaded()
-    if device is None:
-        device = native.load()
-        device.handle(dispatch.missed, dispatch.send_full, dispatch.write_due, generators.Generators())
-        device.register_kernels(sorted(SHAPED_BY_FLOATS))
-    return device
+def _begin_device() -> None:
+    """Load the device in C++, register it, and say what it asks of Python."""
+    device = native.load()
+    device.handle(dispatch.missed, dispatch.send_full, dispatch.write_due, generators.Generators())
+    device.register_kernels(sorted(SHAPED_BY_FLOATS))
 
 
 def _import_for_storages() -> None:
@@ -247,7 +243,6 @@ PATCHES = Patches(
 
 __all__ = [
     "PATCHES",
-    "chunk_cat",
     "copies",
     "embedding_bags",
     "histogram",

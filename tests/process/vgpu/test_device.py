@@ -6,6 +6,7 @@ import copy
 import io
 import os
 import pickle
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import onebox
+from onebox.errors import OperatorError
+from onebox.vgpu import attach
 from onebox.vgpu.core.tensor import is_virtual
 from onebox.vgpu.runtime.context import current_context
 from tests.kit.waiting import until
@@ -262,6 +265,91 @@ def test_generators_are_apart() -> None:
     assert first.initial_seed() == 3
     with pytest.raises(RuntimeError, match="Expected a 'vgpu' device type for generator but found 'cpu'"):
         torch.randn(4, device="vgpu:0", generator=torch.Generator())
+    with pytest.raises(RuntimeError, match=r"Expected a generator of vgpu:0, but found one of vgpu:1"):
+        torch.randn(4, device="vgpu:0", generator=torch.Generator("vgpu:1"))
+
+
+def test_a_generator_that_outlives_its_pool_leaves_that_of_another_alone(pool: onebox.Pool) -> None:
+    with onebox.open("cpu", threads=1):
+        theirs = torch.Generator(device="vgpu:0")
+    attach(pool)
+    ours = torch.ones(3, device="vgpu:0") * 2
+    del theirs
+    for _ in range(3):
+        ours = ours + 1
+        assert ours.tolist()
+    with onebox.open("cpu*2", threads=1):
+        VGPU.vgpu.set_device(1)
+        assert torch.ones(1, device="vgpu").device.index == 1
+    with onebox.open("cpu", threads=1):
+        assert torch.ones(1, device="vgpu").device.index == 0
+    VGPU.vgpu.set_device(0)
+    attach(pool)
+
+
+def test_a_device_without_a_number_is_the_current_one_in_each_call() -> None:
+    x = torch.ones(2, device="vgpu:0")
+    for number in (0, 1, 0, 1):
+        with VGPU.vgpu.device(number):
+            assert torch.zeros_like(x, device="vgpu").device.index == number
+            assert x.new_empty(3, device="vgpu").device.index == number
+
+
+def test_streams_and_events_of_pytorch_wait() -> None:
+    x = torch.ones(3, device="vgpu:1")
+    stream, event = torch.Stream(device="vgpu:1"), torch.Event(device="vgpu:1")
+    x.add_(1)
+    stream.record_event(event)
+    event.synchronize()
+    assert event.query()
+    stream.synchronize()
+    assert stream.query()
+
+
+def test_an_exchange_of_memory_without_elements() -> None:
+    x = torch.arange(3.0, device="vgpu:0")
+    again = torch.utils.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(x))
+    assert (again + 1).tolist() == [1, 2, 3]
+
+
+def test_operators_that_are_special_repeat_as_the_same_batch(pool: onebox.Pool) -> None:
+    queue = current_context().queues[0]
+    x, host = torch.zeros(2, 3, dtype=torch.complex128, device="vgpu:0"), torch.ones(2, 3, dtype=torch.complex128)
+    numbers = []
+    for _ in range(6):
+        x.copy_(host)
+        x[0] = host[0]
+        x.mul_(1j)
+        torch.histc(torch.arange(4, device="vgpu:0"), 4)
+        queue.synchronize()
+        numbers.append(queue.pool.new_number())
+    assert numbers[-1] - numbers[-2] == 1, "no kernel and no tape is defined any more"
+
+
+def test_attention_without_autograd_is_the_kernel_of_the_worker() -> None:
+    q = torch.randn(1, 2, 8, 16, device="vgpu:0")
+    with torch.inference_mode():
+        torch.nn.functional.scaled_dot_product_attention(q, q, q)  # of which the worker tells the shape
+        before = current_context().queues[0].native.recorded
+        torch.nn.functional.scaled_dot_product_attention(q, q, q)
+        assert current_context().queues[0].native.recorded - before == 1
+        with pytest.raises(OperatorError, match="Class values must be smaller than num_classes"):
+            torch.nn.functional.one_hot(torch.tensor([5], device="vgpu:0"), 3).tolist()
+
+
+def test_threads_that_seed_and_read_one_generator_do_not_wait_for_ever() -> None:
+    generator = torch.Generator(device="vgpu:0")
+
+    def work(seeds: bool) -> None:
+        for number in range(20):
+            generator.manual_seed(number) if seeds else generator.get_state()
+
+    threads = [threading.Thread(target=work, args=(seeds,), daemon=True) for seeds in (True, False, True)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in threads)
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

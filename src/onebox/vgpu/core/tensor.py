@@ -121,12 +121,6 @@ def wrap(handle: Handle, layout: Metadata) -> Tensor:
     return view
 
 
-def view_of(tensor: Tensor) -> Tensor:
-    """Return a view of a whole tensor, which has the same buffer."""
-    made: Tensor = native.load().make_view(tensor, native.load().layout(tensor))
-    return made
-
-
 def relay(tensor: Tensor, layout: Metadata) -> None:
     """Set the layout of a tensor, as after ``resize_`` or ``t_``."""
     native.load().relay(tensor, key_of(layout))

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from onebox.errors import OperatorError
 from onebox.vgpu.core.metadata import dense, dense_order
-from onebox.vgpu.core.tensor import Handle, command_queue_of, handle_of, is_virtual, layout_of, view_of, wrap
-from onebox.vgpu.dispatch.dispatch import launch
+from onebox.vgpu.core.tensor import Handle, command_queue_of, handle_of, is_virtual, layout_of, wrap
 from onebox.vgpu.dispatch.registry import special
 from onebox.vgpu.dispatch.synchronous import raise_plain
 from onebox.vgpu.runtime.command_queue import CommandQueue
@@ -163,10 +162,10 @@ def _to_copy(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     device = kwargs.get("device")
     here = command_queue_of(tensor)
     if device is None or (device.type == "vgpu" and queue_of(device) is here):
-        return run_plainly(aten._to_copy.default, (tensor,), options)
+        return NotImplemented
     dtype = options.pop("dtype", None)
     if dtype is not None and dtype != tensor.dtype:
-        tensor = run_plainly(aten._to_copy.default, (tensor,), {"dtype": dtype})
+        tensor = tensor.to(dtype)
     memory_format = options.get("memory_format")
     if device.type == "vgpu":
         moved: Tensor = transfer(tensor, queue_of(device))
@@ -186,12 +185,6 @@ def _uploaded(tensor: Tensor, *, device: Any, dtype: Any = None, memory_format: 
     return moved if memory_format in (None, torch.preserve_format) else moved.contiguous(memory_format=memory_format)
 
 
-@special(aten._copy_from.default)
-def _copy_from(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    source, target, *_ = args
-    return _copy((target, source), kwargs)
-
-
 @special(aten.copy_.default)
 def _copy(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     target, source = args[:2]
@@ -208,20 +201,12 @@ def _copy(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         source = upload(source.expand(()) if source.dim() == 0 else source, here)
     elif command_queue_of(source) is not here:
         source = transfer(source, here)
-    return run_plainly(aten.copy_.default, (target, source), {})
-
-
-def run_plainly(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run a special operator in its ordinary form, on one device."""
-    return launch(command_queue_of(args[0]), func, *args, **kwargs)
+    else:
+        return NotImplemented
+    return target.copy_(source)
 
 
 # ---- operators that need no worker, or only its values
-
-
-@special(aten.detach.default, aten.alias.default, aten.lift_fresh.default)
-def _same(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return view_of(args[0])
 
 
 @special(aten._local_scalar_dense.default)
@@ -229,20 +214,9 @@ def _scalar(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return download(args[0]).item()
 
 
-@special(aten._has_same_storage_numel.default)
-def _same_storage_size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    first, second = (tensor.untyped_storage().nbytes() // tensor.itemsize for tensor in args)
-    return first == second
-
-
-@special(aten.is_pinned.default)
-def _is_pinned(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return False
-
-
 @special(aten.record_stream.default)
 def _record_stream(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return None  # a buffer is freed in the order of its device's one queue
 
 
-__all__ = ["download", "run_plainly", "transfer", "transfer_all", "upload"]
+__all__ = ["download", "transfer", "transfer_all", "upload"]

@@ -40,15 +40,16 @@ from onebox.wire import KernelSpec
 
 aten = torch.ops.aten
 
-_PLAIN_HERE = {"aten::copy_", "aten::_to_copy"}
-"""Special operators that are ordinary ones where all tensors are on one device."""
-
 
 def beneath(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that C++ calls, which is no part of the script: Dynamo does not trace in it, and functions mean
-    PyTorch's own, whatever classes of tensors and modes the script has."""
+    """Return a function that C++ calls, which is no part of the script.
+
+    No handler of a signal runs in it, Dynamo does not trace it, and functions mean PyTorch's own, whatever classes of
+    tensors and modes the script has.
+    """
 
     @functools.wraps(function)
+    @shielded
     def called(*args: Any) -> Any:
         tracer = set_eval_frame(None)
         try:
@@ -62,7 +63,6 @@ def beneath(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @beneath
-@shielded
 def missed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operator that the device does not know, or teach it.
 
@@ -75,17 +75,17 @@ def missed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         RuntimeError: What PyTorch raises for such arguments.
         OneboxError: The worker is gone, or an argument is void because an operator before this one failed.
     """
-    name = func.name()
     tensors: list[Tensor] = []
     floats: list[float] = []
     others = _scan((args, kwargs), tensors, floats)
     for queue in {command_queue_of(tensor) for tensor in tensors}:
         if queue.unwaited:
             queue.write_unwaited()
-    handler = specials.get(name)
-    ordinary = name.partition(".")[0] in _PLAIN_HERE and native.load().learnable() and _stays(tensors, kwargs)
-    if handler is not None and not ordinary:
-        return handler(args, kwargs)
+    handler = specials.get(func.name())
+    if handler is not None:
+        result = handler(args, kwargs)
+        if result is not NotImplemented:
+            return result
     if others:
         return _decompose(func, args, kwargs) if _is_custom(func) else run_mixed(func, args, kwargs)
     if not tensors:
@@ -95,12 +95,6 @@ def missed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if device is not None and not (device.type == "vgpu" and queue_of(device) is queue):
         return _decompose(func, args, kwargs) if _is_composite(func) else _elsewhere(func, args, kwargs)
     return _teach(queue, func, args, kwargs, tensors, floats)
-
-
-def _stays(tensors: list[Tensor], kwargs: dict[str, Any]) -> bool:
-    """Return whether an operator's result is on the device of its tensors."""
-    device = kwargs.get("device")
-    return device is None or (device.type == "vgpu" and queue_of(device) is command_queue_of(tensors[0]))
 
 
 def _factory(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -130,12 +124,14 @@ def _teach(
         return _across_devices(func, args, kwargs, tensors)
     if _is_composite(func):
         return _decompose(func, args, kwargs)
+    _check_generators(queue, (*args, *kwargs.values()))
     if not native.load().learnable():
         return run(queue, func, args, kwargs, tensors, floats)
     try:
         found = infer_op(func, args, kwargs)
     except UnknownResult:
-        result = run(queue, func, args, kwargs, tensors, floats)
+        floats = [] if func.name() in SHAPED_BY_FLOATS else floats
+        result = run_synchronously(queue, func, args, kwargs, tensors, floats)
         learned = learn_op(func, args, kwargs, result)
         if learned is not None:
             several = result if isinstance(result, tuple) else (result,)
@@ -147,6 +143,14 @@ def _teach(
     if any(sum(tensor is tensors[position] for tensor in tensors) > 1 for position, _ in found.changes):
         return run(queue, func, args, kwargs, tensors, floats)  # as one tensor: PyTorch may refuse it another layout
     return _learn(queue, found, tensors)
+
+
+def _check_generators(queue: Any, values: tuple[Any, ...]) -> None:
+    for value in values:
+        if isinstance(value, torch._C.Generator):
+            device, _ = native.load().origin(value)
+            if device is not None and device.owner is not queue:
+                raise RuntimeError(f"Expected a generator of {queue.device}, but found one of {value.device}")
 
 
 def _learn(queue: Any, found: InferredOp, tensors: list[Tensor], *, ran: bool = False) -> None:
@@ -282,14 +286,12 @@ def mixed_devices(tensors: list[Any]) -> RuntimeError:
 
 
 @beneath
-@shielded
 def write_due(queue: Any) -> None:
     """Write the results of collectives that nobody has waited for, before another call on their device."""
     queue.owner.write_unwaited()
 
 
 @beneath
-@shielded
 def send_full(queue: Any) -> None:
     """Send the calls of a queue in C++ that are enough for a batch."""
     try:

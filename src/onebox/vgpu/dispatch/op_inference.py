@@ -234,10 +234,10 @@ def versioned_inputs(kernel: KernelSpec) -> tuple[int, ...]:
 # ---- the kernel
 
 
-def _source(generator: Any) -> int:
-    number = native.load().generator_number(generator)
-    if number < 0:
-        raise RuntimeError("Expected a 'vgpu' device type for generator but found 'cpu'")
+def _source(generator: torch.Generator) -> int:
+    device, number = native.load().origin(generator)
+    if device is None:
+        raise RuntimeError(f"Expected a 'vgpu' device type for generator but found '{generator.device}'")
     return int(number)
 
 

@@ -13,7 +13,7 @@ MixedCall = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 specials: dict[str, Special] = {}
 """Operators that do not run on one device, or not unchanged, by the names of their overloads: copies, reads and the
-like."""
+like. Where a function returns ``NotImplemented``, the operator runs as any other."""
 
 _mixed: list[MixedCall] = []
 

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from onebox.vgpu.core.tensor import command_queue_of
-from onebox.vgpu.dispatch.copies import run_plainly
 from onebox.vgpu.dispatch.registry import special
 
 aten: Any = torch.ops.aten
@@ -108,7 +107,7 @@ def _unless_cuda(operator: Any, instead: Callable[..., Any]) -> None:
     def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         queue = command_queue_of(args[0])
         if queue.pool.devices[queue.worker].kind == "cuda":
-            return run_plainly(operator, args, kwargs)
+            return NotImplemented
         return instead(*args, **kwargs)
 
     special(operator)(run)

@@ -6,6 +6,7 @@ import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +15,8 @@ from onebox.vgpu.core.metadata import dense
 from onebox.vgpu.core.tensor import Handle, command_queue_of, handle_of, is_virtual, wrap
 from onebox.vgpu.dispatch.copies import transfer, upload
 from onebox.vgpu.runtime.command_queue import FIRST_SEED, CommandQueue
-from onebox.vgpu.runtime.context import current_context, seeded_queues
+from onebox.vgpu.runtime.context import seeded_queues
+from onebox.vgpu.signals import shielded
 from onebox.wire import GeneratorSpec, TensorSpec, from_frame, to_frame
 from onebox.wire.protocol.eager import KeepGenerator, SetGenerator
 from onebox.wire.protocol.instructions import Free
@@ -34,32 +36,34 @@ def making_own() -> Iterator[None]:
 
 
 class Generators:
-    """Generators by device and number."""
+    """What C++ asks of generators, by a device's queue there and a number."""
 
-    def make(self, index: int) -> int:
+    def make(self, device: Any) -> int:
         """Return the number of a new one."""
         if getattr(_this, "own", False):
             return 0
-        queue = current_context().queues[index]
+        queue: CommandQueue = device.owner
         number = queue.pool.new_number()
         queue.before(Define(number, GeneratorSpec(FIRST_SEED)))
         return number
 
-    def seed(self, index: int, number: int, seed: int) -> None:
+    @shielded
+    def seed(self, device: Any, number: int, seed: int) -> None:
         """Seed one."""
-        queue = current_context().queues[index]
         if number:
-            queue.flush([SetGenerator(number, seed)])
+            device.owner.flush([SetGenerator(number, seed)])
         else:
-            seed_device(queue, seed)
+            seed_device(device.owner, seed)
 
-    def state(self, index: int, number: int) -> Tensor:
+    @shielded
+    def state(self, device: Any, number: int) -> Tensor:
         """Return the state of one."""
-        return read_state(current_context().queues[index], number).cpu()
+        return read_state(device.owner, number).cpu()
 
-    def set_state(self, index: int, number: int, state: Tensor) -> None:
+    @shielded
+    def set_state(self, device: Any, number: int, state: Tensor) -> None:
         """Set the state of one."""
-        write_state(current_context().queues[index], number, state)
+        write_state(device.owner, number, state)
 
 
 def _checked(seed: int) -> int:

@@ -12,7 +12,6 @@ from torch import Tensor
 from onebox.pool.sharing import parent_address
 from onebox.vgpu.core.metadata import from_wire
 from onebox.vgpu.core.tensor import Handle, alias_of, command_queue_of, is_virtual, layout_of, wrap
-from onebox.vgpu.dispatch.dispatch import launch
 from onebox.vgpu.patches import Patches
 from onebox.vgpu.runtime import context
 from onebox.wire import Strided
@@ -67,7 +66,6 @@ def _received(worker: int, number: int, layout: Strided, requires_grad: bool, pa
     """Return the tensor that another process has sent."""
     queue = context.queue_of(torch.device("vgpu", worker))
     passed = wrap(Handle(queue, number), from_wire(layout))  # the number is freed with it
-    with torch.no_grad():
-        made: Tensor = launch(queue, torch.ops.aten.alias.default, passed)
+    made = wrap(alias_of(passed), layout_of(passed))
     queue.flush()  # before the sender is told that it may end, with which its buffers are freed
     return torch.nn.Parameter(made, requires_grad) if parameter else made.requires_grad_(requires_grad)

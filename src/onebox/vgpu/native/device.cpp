@@ -11,6 +11,17 @@ namespace {
 
 thread_local c10::DeviceIndex current = 0;
 
+OrderHandlers order;
+
+bool is_idle(c10::DeviceIndex index) {
+  const auto queue = queue_of(index);
+  return queue == nullptr || order.idle(*queue);
+}
+
+void wait_for(c10::DeviceIndex index) {
+  if (const auto queue = queue_of(index)) order.wait(*queue);
+}
+
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceType type() const override { return c10::DeviceType::PrivateUse1; }
   c10::Device exchangeDevice(c10::Device device) const override {
@@ -18,7 +29,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     setDevice(device);
     return before;
   }
-  c10::Device getDevice() const override { return {c10::DeviceType::PrivateUse1, current}; }
+  c10::Device getDevice() const override { return {c10::DeviceType::PrivateUse1, current_device()}; }
   void setDevice(c10::Device device) const override {
     TORCH_CHECK(device.is_privateuseone(), "expected a virtual device, not ", device);
     if (device.has_index()) current = device.index();
@@ -34,11 +45,21 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::Stream getDefaultStream(c10::Device device) const override { return c10::Stream(c10::Stream::DEFAULT, device); }
   c10::Stream getNewStream(c10::Device device, int) const override { return c10::Stream(c10::Stream::DEFAULT, device); }
   c10::Stream exchangeStream(c10::Stream stream) const override { return stream; }
-  bool queryStream(const c10::Stream&) const override { return true; }
-  void record(void**, const c10::Stream&, const c10::DeviceIndex, const c10::EventFlag) const override {}
+  bool queryStream(const c10::Stream& stream) const override { return is_idle(stream.device_index()); }
+  void synchronizeStream(const c10::Stream& stream) const override { wait_for(stream.device_index()); }
+  void synchronizeDevice(const c10::DeviceIndex index) const override { wait_for(index); }
+  void record(void** event, const c10::Stream& stream, const c10::DeviceIndex, const c10::EventFlag) const override {
+    destroyEvent(*event, 0);
+    *event = new c10::DeviceIndex(stream.device_index());
+  }
   void block(void*, const c10::Stream&) const override {}
-  bool queryEvent(void*) const override { return true; }
-  void destroyEvent(void*, const c10::DeviceIndex) const noexcept override {}
+  bool queryEvent(void* event) const override { return event == nullptr || is_idle(*static_cast<c10::DeviceIndex*>(event)); }
+  void synchronizeEvent(void* event) const override {
+    if (event != nullptr) wait_for(*static_cast<c10::DeviceIndex*>(event));
+  }
+  void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override {
+    delete static_cast<c10::DeviceIndex*>(event);
+  }
   void recordDataPtrOnStream(const c10::DataPtr&, const c10::Stream&) const override {}
 };
 
@@ -46,15 +67,14 @@ C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard)
 
 // A random number generator, which lives on the device's worker.
 struct VirtualGenerator final : c10::GeneratorImpl {
-  VirtualGenerator(c10::DeviceIndex index, int64_t number)
-      : GeneratorImpl({c10::DeviceType::PrivateUse1, index}, c10::DispatchKeySet(c10::DispatchKey::PrivateUse1)),
-        number(number) {}
+  VirtualGenerator(std::shared_ptr<Queue> queue, int64_t number)
+      : GeneratorImpl({c10::DeviceType::PrivateUse1, queue->index}, c10::DispatchKeySet(c10::DispatchKey::PrivateUse1)),
+        queue(std::move(queue)), number(number) {}
   ~VirtualGenerator() override {
-    const auto queue = queue_of(device_.index());
-    if (number != 0 && queue != nullptr) queue->end_generator(number);
+    if (number != 0) queue->end_generator(number);
   }
   void set_current_seed(uint64_t seed) override {
-    handlers.seed(device_.index(), number, seed);
+    handlers.seed(*queue, number, seed, mutex_);
     seed_ = seed;
   }
   uint64_t current_seed() const override { return seed_; }
@@ -66,19 +86,21 @@ struct VirtualGenerator final : c10::GeneratorImpl {
   uint64_t get_offset() const override { TORCH_CHECK(false, "a generator of a virtual device has no offset"); }
   void set_state(const c10::TensorImpl& state) override {
     const auto given = c10::intrusive_ptr<c10::TensorImpl>::reclaim_copy(const_cast<c10::TensorImpl*>(&state));
-    handlers.set_state(device_.index(), number, at::Tensor(given));
+    handlers.set_state(*queue, number, at::Tensor(given), mutex_);
   }
   c10::intrusive_ptr<c10::TensorImpl> get_state() const override {
-    return handlers.state(device_.index(), number).getIntrusivePtr();
+    return handlers.state(*queue, number, const_cast<std::mutex&>(mutex_)).getIntrusivePtr();
   }
   VirtualGenerator* clone_impl() const override {
-    auto made = std::make_unique<VirtualGenerator>(device_.index(), handlers.make(device_.index()));
+    auto made = std::make_unique<VirtualGenerator>(queue, handlers.make(*queue));
     made->seed_ = seed_;
-    handlers.set_state(device_.index(), made->number, at::Tensor(get_state()));
+    const std::lock_guard<std::mutex> held(made->mutex_);
+    handlers.set_state(*queue, made->number, at::Tensor(get_state()), made->mutex_);
     return made.release();
   }
   static c10::DeviceType device_type() { return c10::DeviceType::PrivateUse1; }
 
+  const std::shared_ptr<Queue> queue;
   const int64_t number;
   static GeneratorHandlers handlers;
 
@@ -88,7 +110,11 @@ struct VirtualGenerator final : c10::GeneratorImpl {
 
 GeneratorHandlers VirtualGenerator::handlers;
 
-c10::DeviceIndex numbered(c10::DeviceIndex index) { return index < 0 ? current : index; }
+std::shared_ptr<Queue> open_queue(c10::DeviceIndex index) {
+  auto found = queue_of(index < 0 ? current_device() : index);
+  TORCH_CHECK(found != nullptr, "there is no virtual device ", index);
+  return found;
+}
 
 struct Hooks final : at::PrivateUse1HooksInterface {
   bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
@@ -97,14 +123,16 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   c10::DeviceIndex deviceCount() const override { return device_count(); }
   const at::Generator& getDefaultGenerator(c10::DeviceIndex index) const override {
     static std::mutex mutex;
-    static std::unordered_map<c10::DeviceIndex, at::Generator> generators;
+    static auto& generators = *new std::unordered_map<c10::DeviceIndex, at::Generator>;
+    auto queue = open_queue(index);
     const std::lock_guard<std::mutex> lock(mutex);
-    auto& found = generators[numbered(index)];
-    if (!found.defined()) found = at::make_generator<VirtualGenerator>(numbered(index), 0);
+    auto& found = generators[queue->index];
+    if (!found.defined() || origin_of(found).first != queue) found = at::make_generator<VirtualGenerator>(queue, 0);
     return found;
   }
   at::Generator getNewGenerator(c10::DeviceIndex index) const override {
-    return at::make_generator<VirtualGenerator>(numbered(index), VirtualGenerator::handlers.make(numbered(index)));
+    const auto queue = open_queue(index);
+    return at::make_generator<VirtualGenerator>(queue, VirtualGenerator::handlers.make(*queue));
   }
   c10::Device getDeviceFromPtr(void*) const override {
     TORCH_CHECK(false, "nothing in this process lies at an address of a virtual device");
@@ -112,7 +140,7 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   void resizePrivateUse1Bytes(const c10::Storage& storage, size_t bytes) const override {
     resize_storage(storage, static_cast<int64_t>(bytes));
   }
-  c10::DeviceIndex getCurrentDevice() const override { return current; }
+  c10::DeviceIndex getCurrentDevice() const override { return current_device(); }
   void setCurrentDevice(c10::DeviceIndex device) const override { current = device; }
   c10::DeviceIndex exchangeDevice(c10::DeviceIndex device) const override { return std::exchange(current, device); }
   c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex device) const override {
@@ -125,14 +153,17 @@ const bool registered = (at::RegisterPrivateUse1HooksInterface(&hooks), true);
 
 }  // namespace
 
-c10::DeviceIndex current_device() { return current; }
+c10::DeviceIndex current_device() { return current < std::max<c10::DeviceIndex>(device_count(), 1) ? current : 0; }
 void set_current_device(c10::DeviceIndex index) { current = index; }
 
 void set_generator_handlers(const GeneratorHandlers& handlers) { VirtualGenerator::handlers = handlers; }
 
-int64_t generator_number(const at::Generator& generator) {
+std::pair<std::shared_ptr<Queue>, int64_t> origin_of(const at::Generator& generator) {
   const auto* virtual_one = dynamic_cast<const VirtualGenerator*>(generator.unsafeGetGeneratorImpl());
-  return virtual_one == nullptr ? -1 : virtual_one->number;
+  if (virtual_one == nullptr) return {nullptr, 0};
+  return {virtual_one->queue, virtual_one->number};
 }
+
+void set_order_handlers(const OrderHandlers& handlers) { order = handlers; }
 
 }  // namespace onebox

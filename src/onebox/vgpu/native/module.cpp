@@ -6,6 +6,9 @@
 #include <torch/csrc/jit/python/pybind_utils.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <chrono>
+#include <thread>
+
 namespace py = pybind11;
 
 namespace onebox {
@@ -18,23 +21,64 @@ py::object& full_function = *new py::object;
 py::object& due_function = *new py::object;
 py::object& generators = *new py::object;
 
+// Calls Python while a mutex, which this thread holds, is another's to take.
+template <typename Call>
+auto unlocked(std::mutex& held, Call call) {
+  struct Again {
+    std::mutex& held;
+    ~Again() {  // who has the mutex must not wait for Python's lock, as others wait for the mutex with that in hand
+      while (!held.try_lock()) {
+        if (!PyGILState_Check()) {
+          held.lock();
+          return;
+        }
+        const py::gil_scoped_release free;
+        std::this_thread::sleep_for(std::chrono::microseconds(50));
+      }
+    }
+  } again{held};
+  held.unlock();
+  const py::gil_scoped_acquire gil;
+  return call();
+}
+
+py::object shared(Queue& queue) { return py::cast(queue.shared_from_this()); }
+
 const GeneratorHandlers generator_handlers{
-    [](c10::DeviceIndex index) {
+    [](Queue& queue) {
       const py::gil_scoped_acquire gil;
-      return generators.attr("make")(index).cast<int64_t>();
+      return generators.attr("make")(shared(queue)).cast<int64_t>();
     },
-    [](c10::DeviceIndex index, int64_t number, uint64_t seed) {
-      const py::gil_scoped_acquire gil;
-      generators.attr("seed")(index, number, seed);
+    [](Queue& queue, int64_t number, uint64_t seed, std::mutex& held) {
+      unlocked(held, [&] { generators.attr("seed")(shared(queue), number, seed); });
     },
-    [](c10::DeviceIndex index, int64_t number) {
-      const py::gil_scoped_acquire gil;
-      return generators.attr("state")(index, number).cast<at::Tensor>();
+    [](Queue& queue, int64_t number, std::mutex& held) {
+      return unlocked(held, [&] { return generators.attr("state")(shared(queue), number).cast<at::Tensor>(); });
     },
-    [](c10::DeviceIndex index, int64_t number, const at::Tensor& state) {
-      const py::gil_scoped_acquire gil;
-      generators.attr("set_state")(index, number, state);
+    [](Queue& queue, int64_t number, const at::Tensor& state, std::mutex& held) {
+      unlocked(held, [&] { generators.attr("set_state")(shared(queue), number, state); });
     }};
+
+const OrderHandlers order_handlers{
+    [](Queue& queue) {
+      const py::gil_scoped_acquire gil;
+      shared(queue).attr("owner").attr("synchronize")();
+    },
+    [](Queue& queue) {
+      const py::gil_scoped_acquire gil;
+      return shared(queue).attr("owner").attr("idle")().cast<bool>();
+    }};
+
+// What a queue has of Python ends with it, but for the end of the interpreter.
+void end_owner(PyObject* owner) {
+#if PY_VERSION_HEX >= 0x030D0000
+  if (Py_IsFinalizing()) return;
+#else
+  if (_Py_IsFinalizing()) return;
+#endif
+  const py::gil_scoped_acquire gil;
+  Py_DECREF(owner);
+}
 
 thread_local Miss* pending = nullptr;
 
@@ -52,7 +96,8 @@ bool is_enum(const c10::Argument& argument, c10::TypeKind kind) {
 }
 
 py::object to_python(const c10::IValue& value, const c10::Argument& argument) {
-  if (value.isTensor() && value.toTensor().defined() && value.toTensor().unsafeGetTensorImpl()->is_wrapped_number())
+  if (value.isTensor() && value.toTensor().defined() && value.toTensor().is_cpu() &&
+      value.toTensor().unsafeGetTensorImpl()->is_wrapped_number())
     return torch::jit::toPyObject(c10::IValue(value.toTensor().item()));
   if (value.isInt()) {
     if (is_enum(argument, c10::TypeKind::ScalarTypeType)) return py::cast(static_cast<c10::ScalarType>(value.toInt()));
@@ -185,6 +230,8 @@ void let_collect(PyHeapTypeObject* made) {
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   set_handlers(&call_python, &send_full, &record_due);
   set_generator_handlers(generator_handlers);
+  set_order_handlers(order_handlers);
+  set_owner_end(&end_owner);
   hold_for_fork();
   module.def("handle", [](py::object miss, py::object full, py::object due, py::object makers) {
     miss_function = std::move(miss);
@@ -248,7 +295,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("learnable", [] { return pending != nullptr && pending->cacheable; });
   module.def("learn", &learn, py::arg("kernel"), py::arg("returns"), py::arg("lengths"), py::arg("allocates") = false,
              py::arg("ran") = false, py::arg("changes") = std::vector<std::pair<int64_t, LayoutTuple>>());
-  module.def("generator_number", [](const at::Generator& generator) { return generator_number(generator); });
+  module.def("origin", [](const at::Generator& generator) { return origin_of(generator); });
   module.def("make_view", [](const at::Tensor& base, const LayoutTuple& layout) { return make_view(base, to_layout(layout)); });
   module.def("relay", [](const at::Tensor& tensor, const LayoutTuple& layout) { relay(tensor, to_layout(layout)); });
   module.def("is_alone", [](py::handle value) {  // not by a copy, which would be another reference

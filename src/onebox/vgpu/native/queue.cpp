@@ -327,9 +327,27 @@ namespace {
 
 std::mutex queues_mutex;
 std::array<std::shared_ptr<Queue>, 256> queues;
+auto& living = *new std::unordered_set<Queue*>;  // also those of devices that have other queues now
+void (*end_owner)(struct _object* owner) = nullptr;
 std::atomic<c10::DeviceIndex> count{0}, most{0};
 
 }  // namespace
+
+Queue::Queue(c10::DeviceIndex index, int64_t first_number, size_t most_records)
+    : index(index), next_(first_number), most_records_(most_records) {
+  const std::lock_guard<std::mutex> lock(queues_mutex);
+  living.insert(this);
+}
+
+Queue::~Queue() {
+  {
+    const std::lock_guard<std::mutex> lock(queues_mutex);
+    living.erase(this);
+  }
+  if (owner != nullptr) end_owner(owner);
+}
+
+void set_owner_end(void (*end)(struct _object* owner)) { end_owner = end; }
 
 std::shared_ptr<Queue> queue_of(c10::DeviceIndex index) {
   if (index < 0 || static_cast<size_t>(index) >= queues.size()) return nullptr;
@@ -340,31 +358,25 @@ std::shared_ptr<Queue> queue_of(c10::DeviceIndex index) {
 void set_queue(c10::DeviceIndex index, std::shared_ptr<Queue> queue) {
   TORCH_CHECK(index >= 0 && static_cast<size_t>(index) < queues.size(), "there is no virtual device ", index);
   const std::lock_guard<std::mutex> lock(queues_mutex);
-  queues[index] = std::move(queue);
+  queues[index].swap(queue);  // the one before ends with this function's argument, after the lock
 }
 
 void hold_for_fork() {
   const auto hold = [] {
     queues_mutex.lock();
-    for (const auto& queue : queues) {
-      if (queue != nullptr) queue->hold();
-    }
+    for (auto* queue : living) queue->hold();
     addresses().mutex.lock();
   };
   const auto release = [] {
     addresses().mutex.unlock();
-    for (const auto& queue : queues) {
-      if (queue != nullptr) queue->release();
-    }
+    for (auto* queue : living) queue->release();
     queues_mutex.unlock();
   };
   pthread_atfork(hold, release, release);
 }
 
 void abandon() {
-  for (const auto& queue : queues) {
-    if (queue != nullptr) queue->abandon();
-  }
+  for (auto* queue : living) queue->abandon();
 }
 
 c10::DeviceIndex device_count() { return count.load(std::memory_order_relaxed); }
@@ -412,7 +424,8 @@ Buffer* buffer_of(const at::Tensor& tensor) {
   const auto* impl = tensor.unsafeGetTensorImpl();
   if (!tensor.defined() || !impl->key_set().has_backend(c10::BackendComponent::PrivateUse1Bit) || !impl->has_storage()) return nullptr;
   const auto& data = impl->unsafe_storage().data_ptr();
-  if (data.get_context() != nullptr || data.get() == nullptr) return static_cast<Buffer*>(data.get_context());
+  if (data.get_deleter() == &release) return static_cast<Buffer*>(data.get_context());
+  if (data.get() == nullptr) return nullptr;
   const std::lock_guard<std::mutex> lock(addresses().mutex);
   const auto found = addresses().buffers.find(reinterpret_cast<int64_t>(data.get()));
   return found == addresses().buffers.end() ? nullptr : found->second;

@@ -76,8 +76,8 @@ class Queue : public std::enable_shared_from_this<Queue> {
  public:
   static constexpr int64_t kFree = 0;  // the code of a freed buffer in a batch
 
-  Queue(c10::DeviceIndex index, int64_t first_number, size_t most_records)
-      : index(index), next_(first_number), most_records_(most_records) {}
+  Queue(c10::DeviceIndex index, int64_t first_number, size_t most_records);
+  ~Queue();
 
   const c10::DeviceIndex index;
   struct _object* owner = nullptr;  // what Python knows of the device: a reference, which the garbage collector may end
@@ -145,6 +145,7 @@ class Queue : public std::enable_shared_from_this<Queue> {
 std::shared_ptr<Queue> queue_of(c10::DeviceIndex index);  // null where there is none
 void set_queue(c10::DeviceIndex index, std::shared_ptr<Queue> queue);
 void set_bell(int descriptor);  // an eventfd that is written to when a queue's first call is recorded; -1 for none
+void set_owner_end(void (*end)(struct _object* owner));  // gives up a reference
 void hold_for_fork();  // so that no lock is another thread's in the forked process
 void abandon();  // in a forked process: all devices, whose locks other threads of its parent may hold
 c10::DeviceIndex device_count();

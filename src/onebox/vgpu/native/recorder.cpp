@@ -30,6 +30,7 @@ struct Scan {
   c10::SmallVector<double, 4> floats;
   c10::SmallVector<const at::Tensor*, 8> tensors;
   std::shared_ptr<Queue> queue;
+  const Queue* generators = nullptr;  // whose generators there are
   bool floats_in_key = false;
 
   bool add(const c10::IValue& value);
@@ -38,6 +39,7 @@ struct Scan {
  private:
   bool add_tensor(const at::Tensor& tensor);
   void add_float(double value);
+  void add_complex(c10::complex<double> number);
   bool add_number(const at::Tensor& tensor);
 };
 
@@ -66,8 +68,20 @@ bool Scan::add_number(const at::Tensor& tensor) {
     case c10::ScalarType::Bool:
       key.push_back(*static_cast<const bool*>(tensor.const_data_ptr()) ? kTrue : kFalse);
       return true;
+    case c10::ScalarType::ComplexDouble:
+      add_complex(*static_cast<const c10::complex<double>*>(tensor.const_data_ptr()));
+      return true;
     default:
       return false;
+  }
+}
+
+void Scan::add_complex(c10::complex<double> number) {
+  key.push_back(kComplex);
+  for (const double part : {number.real(), number.imag()}) {
+    int64_t word = 0;
+    std::memcpy(&word, &part, sizeof word);
+    key.push_back(word);
   }
 }
 
@@ -132,15 +146,10 @@ bool Scan::add(const c10::IValue& value) {
   } else if (value.isDevice()) {
     const auto device = value.toDevice();
     key.push_back(kDevice);
-    key.push_back(static_cast<int64_t>(device.type()) << 8 | (device.index() & 255));
+    const auto index = device.is_privateuseone() && !device.has_index() ? current_device() : device.index();
+    key.push_back(static_cast<int64_t>(device.type()) << 8 | (index & 255));
   } else if (value.isComplexDouble()) {
-    const auto number = value.toComplexDouble();
-    key.push_back(kComplex);
-    for (const double part : {number.real(), number.imag()}) {
-      int64_t word = 0;
-      std::memcpy(&word, &part, sizeof word);
-      key.push_back(word);
-    }
+    add_complex(value.toComplexDouble());
   } else if (value.isString()) {
     const auto& text = value.toStringRef();
     key.push_back(kString | static_cast<int64_t>(text.size()) << 8);
@@ -150,8 +159,9 @@ bool Scan::add(const c10::IValue& value) {
       key.push_back(word);
     }
   } else if (value.isGenerator()) {
-    const auto number = generator_number(value.toGenerator());
-    if (number < 0) return false;
+    const auto [owner, number] = origin_of(value.toGenerator());
+    if (owner == nullptr || (generators != nullptr && generators != owner.get())) return false;
+    generators = owner.get();
     key.push_back(kGenerator);
     key.push_back(number);
   } else {
@@ -244,6 +254,7 @@ struct Recorder final : c10::OperatorKernel {
     for (const auto one : outs) scan.add_same(one);
     if (scan.queue == nullptr) scan.queue = queue_of(device_among(arguments));
     simple = simple && scan.queue != nullptr && !scan.queue->closed();
+    simple = simple && (scan.generators == nullptr || scan.generators == scan.queue.get());
     int64_t first = 0;
     bool full = false;
     if (simple) {
@@ -286,7 +297,7 @@ struct Recorder final : c10::OperatorKernel {
 
 // Operators that change only how a tensor lies in its storage, beside those whose schema says so.
 const std::unordered_set<std::string> composed = {
-    "aten::_fw_primal", "aten::_make_dual",  "aten::_reshape_copy", "aten::_unpack_dual", "aten::_unsafe_view",
+    "aten::_chunk_cat", "aten::_has_same_storage_numel", "aten::is_pinned", "aten::_fw_primal", "aten::_make_dual",  "aten::_reshape_copy", "aten::_unpack_dual", "aten::_unsafe_view",
     "aten::as_strided_", "aten::detach_", "aten::is_same_size", "aten::squeeze_", "aten::t_", "aten::transpose_",
     "aten::unsqueeze_"};
 

@@ -24,15 +24,24 @@ struct Miss {
 using MissHandler = void (*)(const c10::OperatorHandle& op, torch::jit::Stack* stack, Miss& miss);
 using QueueHandler = void (*)(Queue& queue);
 
-// What Python does for generators, which live on workers; ``number`` 0 is a device's own.
+// What Python does for generators, which live on workers; ``number`` 0 is a device's own. Torch holds a generator's mutex
+// meanwhile, and Python lets its lock go while it waits for a worker: each lets the mutex go.
 struct GeneratorHandlers {
-  int64_t (*make)(c10::DeviceIndex index);  // returns its number
-  void (*seed)(c10::DeviceIndex index, int64_t number, uint64_t seed);
-  at::Tensor (*state)(c10::DeviceIndex index, int64_t number);
-  void (*set_state)(c10::DeviceIndex index, int64_t number, const at::Tensor& state);
+  int64_t (*make)(Queue& queue);  // returns its number
+  void (*seed)(Queue& queue, int64_t number, uint64_t seed, std::mutex& held);
+  at::Tensor (*state)(Queue& queue, int64_t number, std::mutex& held);
+  void (*set_state)(Queue& queue, int64_t number, const at::Tensor& state, std::mutex& held);
 };
 void set_generator_handlers(const GeneratorHandlers& handlers);
-int64_t generator_number(const at::Generator& generator);  // -1 for one of another device
+// The device of a generator, and its number there; null for one that is none of a virtual device.
+std::pair<std::shared_ptr<Queue>, int64_t> origin_of(const at::Generator& generator);
+
+// What streams and events wait for, and whether nothing is left to be done.
+struct OrderHandlers {
+  void (*wait)(Queue& queue);
+  bool (*idle)(Queue& queue);
+};
+void set_order_handlers(const OrderHandlers& handlers);
 
 void set_handlers(MissHandler miss, QueueHandler full, QueueHandler due);
 void register_kernels(const std::vector<std::string>& shaped_by_floats);

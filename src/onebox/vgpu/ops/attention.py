@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from onebox.vgpu.core.tensor import command_queue_of, is_virtual, layout_of
-from onebox.vgpu.dispatch.registry import special
 from onebox.vgpu.dispatch.synchronous import run_synchronously
 from onebox.vgpu.runtime.command_queue import CommandQueue
 from onebox.wire.attention import EFFICIENT, FLASH, MATH
@@ -24,8 +23,9 @@ _choices: weakref.WeakKeyDictionary[CommandQueue, dict[Any, int]] = weakref.Weak
 
 
 def implement(library: torch.library.Library) -> None:
-    """Register it above autograd, which would decompose the operator."""
-    library.impl("scaled_dot_product_attention", attend, "AutogradPrivateUse1")
+    """Register it above autograd, which would decompose the operator, and where there is none."""
+    for key in ("AutogradPrivateUse1", "PrivateUse1"):
+        library.impl("scaled_dot_product_attention", attend, key)
 
 
 def attend(
@@ -72,12 +72,6 @@ def attend_by(
     composite = torch._C.DispatchKey.CompositeImplicitAutograd
     given = (query, key, value, attn_mask, dropout_p, is_causal)
     return plain._op_dk(composite, *given, scale=scale, enable_gqa=enable_gqa)
-
-
-@special(aten.scaled_dot_product_attention.default)
-def _whole(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """Compute attention where autograd is off, and operators arrive whole."""
-    return attend(*args, **kwargs)
 
 
 def choose(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:

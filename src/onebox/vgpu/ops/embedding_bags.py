@@ -5,22 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from onebox.vgpu.dispatch.dispatch import launch
 from onebox.vgpu.dispatch.registry import special
-from onebox.vgpu.runtime.context import queue_of
 
 aten = torch.ops.aten
 
 
 @special(aten._embedding_bag_backward.default)
-def _of_bags(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+def _of_bags(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return the gradient of the weight of an ``EmbeddingBag``, sparse if requested."""
     grad, indices, offsets, bags, sizes, _maxima, count, by_frequency, mode, sparse, weights, *padding = args
     if not sparse:
-        made: Tensor = launch(queue_of(grad.device), aten._embedding_bag_backward.default, *args, **kwargs)
-        return made
+        return NotImplemented
     if not bags.numel():  # as PyTorch computes it: the bag of each index
         starts = torch.zeros(len(indices) + 1, dtype=indices.dtype, device=indices.device)
         bags = starts.index_add_(0, offsets, torch.ones_like(offsets))[:-1].cumsum(0) - 1

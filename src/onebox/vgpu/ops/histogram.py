@@ -8,20 +8,18 @@ import torch
 from torch import Tensor
 
 from onebox.vgpu.core.tensor import command_queue_of
-from onebox.vgpu.dispatch.dispatch import launch
 from onebox.vgpu.dispatch.registry import special
 
 aten = torch.ops.aten
 
 
 @special(aten.histc.default)
-def _histc(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+def _histc(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor = args[0]
     queue = command_queue_of(tensor)
     floating = tensor.is_floating_point() or tensor.dtype == torch.bool  # no device accepts bool
     if floating or queue.pool.devices[queue.worker].kind == "cuda":
-        made: Tensor = launch(queue, aten.histc.default, *args, **kwargs)
-        return made
+        return NotImplemented
     return _of_integers(*args, **kwargs)
 
 

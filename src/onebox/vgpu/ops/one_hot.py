@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from onebox.vgpu.dispatch.registry import special
-
 aten = torch.ops.aten
 
 _NEGATIVE = "Class values must be non-negative."
@@ -14,9 +12,9 @@ _TOO_LARGE = "Class values must be smaller than num_classes."
 
 
 def implement(library: torch.library.Library) -> None:
-    """Register it above autograd, which would decompose the operator."""
-    library.impl(aten.one_hot.default, _one_hot, "AutogradPrivateUse1")
-    special(aten.one_hot.default)(lambda args, kwargs: _one_hot(*args, **kwargs))
+    """Register it above autograd, which would decompose the operator, and where there is none."""
+    for key in ("AutogradPrivateUse1", "PrivateUse1"):
+        library.impl(aten.one_hot.default, _one_hot, key)
 
 
 def _one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor:

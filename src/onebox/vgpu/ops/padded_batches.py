@@ -43,6 +43,7 @@ def _through_layer(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     queue = command_queue_of(rows)
     padding = _paddings.get(rows)
     if padding is None:
+        # not to be learned: a batch like it may have a mask
         plain: Tensor = launch(queue, aten._transformer_encoder_layer_fwd.default, *args, **kwargs)
         return plain
     by_key = 1  # the kind of mask that PyTorch names src_key_padding_mask

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from onebox.vgpu.core.tensor import command_queue_of, is_virtual
-from onebox.vgpu.dispatch.dispatch import launch
 from onebox.vgpu.dispatch.registry import special
 
 aten = torch.ops.aten
@@ -28,7 +27,7 @@ def _taken_apart(func: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]
             given = (*args, *kwargs.values())
             queue = next(command_queue_of(value) for value in given if is_virtual(value))
             if queue.pool.devices[queue.worker].kind == "cuda":
-                return launch(queue, func, *args, **kwargs)
+                return NotImplemented
             return cell(*args, **kwargs)
 
         special(func)(run)

@@ -557,14 +557,18 @@ class IdleFlusher:
         while not self._over:
             poller.select()
             self._bell.clear()
-            waits = True
-            while waits and not self._over:
-                seen = {queue: queue.waiting for queue in self._queues()}
-                time.sleep(IDLE_S)
-                waits = False
-                for queue, calls in seen.items():
-                    if queue.waiting != calls:
-                        waits = True
-                    elif calls:
-                        with contextlib.suppress(OneboxError):  # the next use of the device raises the error
-                            queue.flush(pace=False)
+            while not self._over and self._look():
+                pass
+
+    def _look(self) -> bool:
+        """Send what no further call has followed for a while; return whether something still waits."""
+        seen = {queue: queue.waiting for queue in self._queues()}
+        time.sleep(IDLE_S)
+        waits = False
+        for queue, calls in seen.items():
+            if queue.waiting != calls:
+                waits = True
+            elif calls:
+                with contextlib.suppress(OneboxError):  # the next use of the device raises the error
+                    queue.flush(pace=False)
+        return waits

@@ -9,7 +9,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
@@ -159,8 +158,8 @@ after_fork_in_child(_after_fork)
 after_failures: list[Callable[[Sequence[CommandQueue]], object]] = []
 """Called before a failure of an operator is raised, with the queues of the devices that may have stopped."""
 
-begin_device: Callable[[], Any] = native.load
-"""Makes PyTorch know the device, at its first use, and returns the module in C++; set by the module of registration."""
+begin_device: Callable[[], object] = native.load
+"""Makes PyTorch know the device, at the first use of a pool's; set by the module of registration. Idempotent."""
 
 idle = IdleFlusher()
 atexit.register(idle.end)

@@ -83,7 +83,7 @@ class Kernel:
         if isinstance(value, torch.device):
             return lambda tensors, floats, device: device
         if isinstance(value, torch.Generator):
-            number = DEVICE.generator_number(value)
+            number = DEVICE.origin(value)[1]
             return lambda tensors, floats, device: None if device.type == "meta" else GENERATORS.made[number]
         return lambda tensors, floats, device: value
 
@@ -293,25 +293,25 @@ class Generators:
     def __init__(self) -> None:
         self.made: dict[int, torch.Generator] = {0: torch.Generator()}
 
-    def make(self, index: int) -> int:
+    def make(self, device: Any) -> int:
         """Return the number of a new one."""
         number = max(self.made) + 1
         self.made[number] = torch.Generator()
         return number
 
-    def seed(self, index: int, number: int, seed: int) -> None:
+    def seed(self, device: Any, number: int, seed: int) -> None:
         """Seed one."""
-        WORKER.flush(index)
+        WORKER.flush(device.index)
         self.made[number].manual_seed(seed)
 
-    def state(self, index: int, number: int) -> Tensor:
+    def state(self, device: Any, number: int) -> Tensor:
         """Return the state of one."""
-        WORKER.flush(index)
+        WORKER.flush(device.index)
         return self.made[number].get_state()
 
-    def set_state(self, index: int, number: int, state: Tensor) -> None:
+    def set_state(self, device: Any, number: int, state: Tensor) -> None:
         """Set the state of one."""
-        WORKER.flush(index)
+        WORKER.flush(device.index)
         self.made[number].set_state(state)
 
 
@@ -325,9 +325,9 @@ def begin(devices: int, records: int = 1 << 16) -> None:
         "is_initialized": lambda: True,
         "_is_in_bad_fork": lambda: False,
         "_lazy_init": lambda: None,
-        "get_rng_state": lambda: GENERATORS.state(0, 0),
+        "get_rng_state": lambda: GENERATORS.state(QUEUES[0], 0),
         "manual_seed_all": GENERATORS.made[0].manual_seed,
-        "set_rng_state": lambda state: GENERATORS.set_state(0, 0, state),
+        "set_rng_state": lambda state: GENERATORS.set_state(QUEUES[0], 0, state),
     }
     for name, answer in answers.items():
         setattr(module, name, answer)
