@@ -4,9 +4,9 @@ A set of patches is applied and removed as a whole. Most of its entries are a :c
 attribute, replacement, versions of PyTorch. The rest are functions that call the methods of the set, where the names
 are found at run time or PyTorch has a registry.
 
-The sets: :mod:`onebox.vgpu.registration` has that for any script; ``runtime.current_device``, ``distributed.ranks`` and
-``compile.dynamo`` have those for scripts with several devices, ranks or ``torch.compile``, and ``cuda_alias`` has that
-of the alias. No two sets replace the same attribute, except the alias, which is applied on top of the others.
+The sets: :mod:`onebox.vgpu.registration` has that for any script; ``distributed.ranks`` and ``compile.dynamo`` have
+those for scripts with ranks or ``torch.compile``, and ``cuda_alias`` has that of the alias. No two sets replace
+the same attribute, except the alias, which is applied on top of the others.
 """
 
 from __future__ import annotations

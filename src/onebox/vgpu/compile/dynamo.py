@@ -1,4 +1,4 @@
-"""What Dynamo, the tracer of ``torch.compile``, is told of virtual devices; the one place that touches its internals.
+"""Registration of virtual devices with Dynamo, the tracer of ``torch.compile``; the one place with its internals.
 
 A virtual tensor is traced like a tensor of any device, by element type, shape, strides and device. Programs have fixed
 shapes, so that each shape is traced by itself; under the alias, devices are what the script calls them.

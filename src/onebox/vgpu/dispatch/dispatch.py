@@ -1,4 +1,4 @@
-"""What C++ asks of Python: operators of a kind that is new to it, and those that do not run on one device."""
+"""The dispatcher that C++ asks: operators of a kind that is new to it, and those that do not run on one device."""
 
 from __future__ import annotations
 
@@ -146,6 +146,7 @@ def _teach(
 
 
 def _check_generators(queue: Any, values: tuple[Any, ...]) -> None:
+    """Raise an error where a generator is another virtual device's; one of the host has PyTorch's own."""
     for value in values:
         if isinstance(value, torch._C.Generator):
             device, _ = native.load().origin(value)

@@ -1,4 +1,4 @@
-"""What is inferred of an operator: the kernel for a worker, and the layouts of the results.
+"""Inference of an operator: the kernel for a worker, and the layouts of the results.
 
 Result layouts are inferred once for each (operator, layouts of its tensors, other arguments), by running it on the
 ``meta`` device. Floating-point numbers are not part of that key, because they differ from step to step and no shape

@@ -1,6 +1,6 @@
 """Support for DistributedDataParallel, whose gradient reducer in C++ assumes GPUs.
 
-The reducer marks used parameters in pinned memory, which a device made in Python cannot offer, and it keeps the handle
+The reducer marks used parameters in pinned memory, which this device does not offer, and it keeps the handle
 of a collective without the Python object that the handle needs.
 """
 

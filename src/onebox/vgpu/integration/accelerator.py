@@ -1,6 +1,6 @@
 """``torch.accelerator`` for virtual devices: its functions in PyTorch's core, implemented by ``torch.vgpu``.
 
-The core itself knows one device and one stream, because a device guard written in Python supports no more.
+The core would ask the device in C++, which is loaded only when a tensor is made.
 """
 
 from __future__ import annotations

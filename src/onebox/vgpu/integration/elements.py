@@ -1,4 +1,4 @@
-"""What PyTorch does with the elements of tensors in this process: those of a virtual device are read, or not there."""
+"""Elements of tensors in this process, as PyTorch takes them: those of a virtual device are read, or not there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What PyTorch asks of a device's C++ before the first tensor, at which the object in C++ is loaded."""
+"""Entries of PyTorch that need the device in C++ before the first tensor, at which it is loaded."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def making_own() -> Iterator[None]:
 
 
 class Generators:
-    """What C++ asks of generators, by a device's queue there and a number."""
+    """The generators that C++ knows, by a device's queue there and a number."""
 
     def make(self, device: Any) -> int:
         """Return the number of a new one."""

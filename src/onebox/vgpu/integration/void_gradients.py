@@ -1,4 +1,4 @@
-"""What a failure leaves of a backward pass: no gradients."""
+"""Gradients that are void after a failure, which are dropped."""
 
 from __future__ import annotations
 
