@@ -19,7 +19,8 @@ from onebox.errors import OneboxError, PoolError, UsageError
 from onebox.pool import Pool
 from onebox.pool.sharing import AttachedPool, PoolServer, pool_server
 from onebox.pool.sharing.message_stream import MessageStream
-from onebox.pool.sharing.messages import SPAN, Claim
+from onebox.pool.sharing.messages import Claim
+from onebox.pool.streams.log import SPAN
 from onebox.wire import TensorSpec, encode
 from onebox.wire.protocol.groups import FormGroup, Rendezvous, TicketCancelled
 from onebox.wire.protocol.instructions import Free, Get

@@ -34,6 +34,8 @@ from onebox.pool.network.profile import measure_pool, profile_key, renew_links
 from onebox.pool.network.transport_paths import explain_unshared, shares_memory
 from onebox.pool.reclaim import Reclaimer
 from onebox.pool.recovery import PATIENCE_S, RecoveryReport, recover_workers
+from onebox.pool.streams.log import FIRST_BUFFER
+from onebox.pool.streams.recovery import StreamRecovery
 from onebox.pool.topology_view import places_of, pool_html
 from onebox.wire import dtype_name
 from onebox.wire.protocol.eager import DefaultType
@@ -99,7 +101,9 @@ class Pool:
         self._recoveries = 0
         self._losses: dict[int, tuple[int, OneboxError]] = {}  # of each worker the latest, with its recovery's number
         self.first_number = first_number
-        """The lowest number of a buffer or definition; lower ones are those of other processes that use the workers."""
+        """The lowest number of a definition or group; lower ones are those of other processes that use the workers."""
+        self.first_buffer = FIRST_BUFFER + first_number - 1
+        """The lowest number of a script's buffers, and the number of its stream."""
         self._numbers = itertools.count(first_number)
         # of child processes; none is used again, as workers may still end a group of an earlier one
         self.child_numbers = itertools.count(1)
@@ -115,6 +119,7 @@ class Pool:
         machine."""
         self.gone: frozenset[int] = frozenset()
         """Devices whose workers were lost and could not be restarted; see :meth:`recover_workers`."""
+        self._streams: StreamRecovery | None = None
         self._reclaimer = Reclaimer(self._replace)
         self._excluded: set[int] = set()
         self.closing: list[Callable[[], object]] = []
@@ -236,7 +241,21 @@ class Pool:
     ) -> Future[WorkerReply]:
         """Send instructions to a worker; see :meth:`ClientLoop.post`."""
         self.require_owner()
-        return self._client_loop.post(worker, instructions, frames, answer=answer)
+        post = self._client_loop.post if self._streams is None else self._streams.post
+        return post(worker, instructions, frames, answer=answer)
+
+    def recover_scripts(self, budget_bytes: int) -> None:
+        """Let scripts on the devices survive the loss of workers; see :class:`StreamRecovery`.
+
+        Args:
+            budget_bytes: The most bytes of a snapshot, and of what is sent between two.
+        """
+        self._streams = StreamRecovery(self, self._client_loop.post, budget_bytes)
+
+    @property
+    def script_recovery(self) -> StreamRecovery | None:
+        """What lets scripts survive the loss of workers, if they do."""
+        return self._streams
 
     def require_owner(self) -> None:
         """Require that this is the process that has opened the pool.
@@ -309,6 +328,7 @@ class Pool:
             UsageError: As :meth:`form_group`.
             OneboxError: The pool is broken; some members may have received the request.
         """
+        self.require_owner()
         group = number
         require_devices(workers, len(self))
         links = [outgoing(self.links, workers, rank) for rank in range(len(workers))]
@@ -322,10 +342,11 @@ class Pool:
         nccl = self.nccl_ranks(workers) if by_nccl else ((),) * len(workers)
         shared = via == "workers" and (self.shared or emulated)
         addresses = [self.devices[worker].address for worker in workers]
-        with self.order:
+
+        def form(group: int) -> list[Future[WorkerReply]]:
             self._client_loop.form(group, workers)
-            self._forming[group] = asked = [
-                self.post(
+            return [
+                self._client_loop.post(
                     worker,
                     [
                         FormGroup(
@@ -336,6 +357,10 @@ class Pool:
                 )
                 for rank, (worker, address, among) in enumerate(zip(workers, addresses, nccl, strict=True))
             ]
+
+        with self.order:
+            asked = form(group) if self._streams is None else self._streams.begin_group(group, workers, form)
+            self._forming[group] = asked
         return asked
 
     def encrypts(self, workers: Sequence[int]) -> bool:
@@ -397,11 +422,15 @@ class Pool:
 
     def is_whole(self, group: int) -> bool:
         """Return whether a group is formed and, as far as is known, no member has left it."""
-        return self._client_loop.serves(group)
+        return self._client_loop.serves(self._present(group))
+
+    def _present(self, group: int) -> int:
+        """Return the present number of a group, which a recovery may have formed anew."""
+        return group if self._streams is None else self._streams.number(group)
 
     def has_failed(self, group: int) -> bool:
         """Return whether, as far as is known, a member has left a group because it could not do its part."""
-        return self._client_loop.has_failed(group)
+        return self._client_loop.has_failed(self._present(group))
 
     def claim(self, worker: int) -> None:
         """Reserve a device for the collectives of this process, among those that use the pool.
@@ -438,6 +467,8 @@ class Pool:
     def leave_group(self, group: int, workers: Sequence[int]) -> None:
         """Dissolve a group."""
         self._forming.pop(group, None)
+        if self._streams is not None:
+            group = self._streams.leave(group)
         for worker in workers:
             if worker not in self.gone:
                 self.post(worker, [LeaveGroup(group)])
@@ -661,6 +692,8 @@ class Pool:
                 last_first.callback(source.close)
             last_first.callback(self._end_workers)
             last_first.callback(self._reclaimer.stop)
+            if self._streams is not None:
+                last_first.callback(self._streams.close)
             for call in reversed(self.closing):
                 last_first.callback(call)
 

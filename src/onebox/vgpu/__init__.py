@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from onebox.pool import Pool, open_pool
 from onebox.pool.network.emulated import LinkMap
+from onebox.pool.streams.recovery import recovery_budget
 from onebox.sizes import Memory
 from onebox.trainer_options import require_bool
 from onebox.vgpu.cuda_alias import alias_cuda
@@ -26,6 +27,8 @@ def open_devices(
     wait: bool = True,
     virtual_devices: bool = True,
     plain_links: bool = False,
+    recover: bool | None = None,
+    recover_memory: int | str | None = None,
 ) -> Pool:
     """Open a pool of devices: of this machine, of other hosts, or of a Ray cluster.
 
@@ -55,6 +58,12 @@ def open_devices(
         plain_links: Whether workers of different hosts send each other tensors without encryption, between GPUs by
             NCCL, which has none: for hosts that reach each other through a tunnel, or by a network that nobody else
             reaches. By default these connections are encrypted, and let in the group's workers only.
+        recover: Whether scripts on the virtual devices survive the loss of workers: lost ones are replaced, and what
+            ran since the last snapshot is run again, with the same bits on devices whose operators are deterministic.
+            A :class:`onebox.Trainer` does so by itself. When ``None``, as the environment variable ``ONEBOX_RECOVER``
+            says (``1`` or ``0``), else not.
+        recover_memory: With it the most bytes of this process's memory that a snapshot, and what is sent between two,
+            may take, as bytes or text such as ``2GiB``; by default a quarter of the host's.
 
     Returns:
         The pool; close it, or use it as a context manager.
@@ -73,6 +82,7 @@ def open_devices(
         2
     """
     require_bool("virtual_devices", virtual_devices)
+    budget_bytes = recovery_budget(recover, recover_memory)
     pool = open_pool(
         spec,
         threads=threads,
@@ -87,6 +97,8 @@ def open_devices(
         try:
             install()
             attach(pool)
+            if budget_bytes:
+                pool.recover_scripts(budget_bytes)
         except BaseException:
             pool.close()
             raise

@@ -11,10 +11,6 @@ from onebox.wire.program import Message
 from onebox.wire.protocol.requests import Instruction
 from onebox.wire.protocol.responses import Reply
 
-SPAN = 1 << 44
-"""Numbers of buffers, definitions and groups of a process: child ``k`` has those from ``k * SPAN``, the parent lower
-ones."""
-
 
 class Claim(Message, frozen=True, tag="claim"):
     """Child to parent, as the one instruction for a worker: reserve it for collectives of this child, or end that."""

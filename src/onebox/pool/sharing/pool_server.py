@@ -19,7 +19,8 @@ from onebox.pool.devices import require_devices
 from onebox.pool.launch.socket_folder import SocketFolder
 from onebox.pool.pool import Pool
 from onebox.pool.sharing.message_stream import MessageStream, close_in_forks
-from onebox.pool.sharing.messages import ENVELOPES, SPAN, ChildEnvelope, Claim, Welcome, failed
+from onebox.pool.sharing.messages import ENVELOPES, ChildEnvelope, Claim, Welcome, failed
+from onebox.pool.streams.log import SPAN
 from onebox.wire import encode
 from onebox.wire.protocol.codec import decode
 from onebox.wire.protocol.groups import FormGroup, LeaveGroup, Reduced, Rendezvous, TicketCancelled

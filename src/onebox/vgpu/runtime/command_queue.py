@@ -53,9 +53,6 @@ CACHED_VIEWS = 1 << 12
 FIRST_SEED = 67280421310721
 """The default seed; PyTorch's own value."""
 
-FIRST = 1 << 30
-"""The first number of a buffer; those of :meth:`onebox.pool.Pool.new_number` are lower."""
-
 RETURNS = 1 << 20
 """Numbers that are reserved for the returns of one operator."""
 
@@ -123,7 +120,6 @@ class CommandQueue:
         self.device = torch.device("vgpu", worker)
         self._begin = begin or self.begin
         self._native: Any = None
-        self._first_number = FIRST + pool.first_number - 1
         self.views: dict[Any, RecordedOp] = {}
         """The kernels that make a buffer of a view, by its layout and that in its buffer."""
         self.ended: deque[int] = deque()  # definitions of which nothing is left
@@ -158,7 +154,7 @@ class CommandQueue:
 
     def begin(self) -> None:
         """Make the queue in C++."""
-        made = native.load().Queue(self.worker, self._first_number, KNOWN_CALLS)
+        made = native.load().Queue(self.worker, self.pool.first_buffer, KNOWN_CALLS)
         made.owner = self
         self._native = made
         self._limit()
@@ -176,7 +172,7 @@ class CommandQueue:
     @property
     def used(self) -> bool:
         """True if an operator has had a result on the device."""
-        return self.begun and int(self.native.reserve(0)) > self._first_number
+        return self.begun and int(self.native.reserve(0)) > self.pool.first_buffer
 
     @property
     def synchronous(self) -> bool:

@@ -15,6 +15,7 @@ import torch
 from onebox.errors import OneboxError, PoolError, UsageError
 from onebox.pool import Pool, open_pool
 from onebox.pool.sharing import AttachedPool, parent_address
+from onebox.pool.streams.recovery import recovery_budget
 from onebox.portable import after_fork_in_child
 from onebox.vgpu import native
 from onebox.vgpu.runtime.command_queue import CommandQueue, IdleFlusher
@@ -232,7 +233,13 @@ def open_on_demand() -> None:
 def _open_own() -> DeviceContext:
     with _attaching[0]:
         found = _newest()
-        return attach(open_pool()) if found is None else found
+        if found is not None:
+            return found
+        budget_bytes = recovery_budget()
+        made = attach(open_pool())
+        if budget_bytes:
+            made.pool.recover_scripts(budget_bytes)
+        return made
 
 
 def _attach_to_parent() -> DeviceContext:

@@ -284,7 +284,7 @@ class RequestChannel:
             awaited: Whether the caller will wait for the reply.
         """
         number, errors = self.messages + 1, self._errors.count
-        begin = StreamHeader(self._pool.first_number, number, self._in_flight.told, errors)
+        begin = StreamHeader(self._pool.first_buffer, number, self._in_flight.told, errors)
         future = self._pool.post(self._worker, [begin, *instructions], frames, answer=True)
         self.messages = number
         sent = SentMessage(future, number, sum([len(frame) for frame in frames]), awaited, errors)

@@ -188,5 +188,19 @@ class StreamHeader(WireStruct, frozen=True, tag="stream"):
     errors: int = 0
 
 
+class CopyBuffers(WireStruct, frozen=True, tag="copies"):
+    """Reply with the buffers of a stream, as of this point: those with numbers in a range.
+
+    It waits for what is being received; void buffers are left out.
+
+    Args:
+        first: The first number.
+        end: The number after the last one.
+    """
+
+    first: int
+    end: int
+
+
 EagerWork = Replay | Perform | SetGenerator | KeepGenerator | DefaultType
 """Instructions outside of routines: those of scripts, operator by operator."""

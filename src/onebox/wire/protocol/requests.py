@@ -10,12 +10,20 @@ from __future__ import annotations
 from typing import Literal
 
 from onebox.wire.program import Message, Program, TensorSpec
-from onebox.wire.protocol.eager import EagerWork, GeneratorSpec, KernelSpec, StreamHeader, Strided, TapeSpec
+from onebox.wire.protocol.eager import (
+    CopyBuffers,
+    EagerWork,
+    GeneratorSpec,
+    KernelSpec,
+    StreamHeader,
+    Strided,
+    TapeSpec,
+)
 from onebox.wire.protocol.groups import FormGroup, LeaveGroup, Reduced, Rendezvous, Retime, TicketCancelled
 from onebox.wire.protocol.instructions import GroupDelays, Options, Step
 from onebox.wire.protocol.snapshots import SlotInstruction, StateEntry
 
-PROTOCOL = 25
+PROTOCOL = 26
 """Version of the messages in this folder and of ``program.py``; client and worker must agree."""
 
 
@@ -188,6 +196,7 @@ Instruction = (
     | Put
     | Run
     | EagerWork
+    | CopyBuffers
     | StreamHeader
     | SlotInstruction
     | FormGroup

@@ -203,6 +203,24 @@ class OperatorResult(Message, frozen=True, tag="made"):
     inputs: tuple[Strided, ...]
 
 
+class BufferCopies(Message, frozen=True, tag="copies"):
+    """Reply to :class:`~onebox.wire.protocol.eager.CopyBuffers`; each storage is a frame.
+
+    Args:
+        buffers: The buffers.
+        layouts: Layout of each in its storage.
+        storages: Frame of each, among those of this reply.
+        stopped: Whether a failure has stopped the stream, so that the copies are not all of its state.
+        took_ns: Nanoseconds that the worker spent on them.
+    """
+
+    buffers: tuple[int, ...]
+    layouts: tuple[Strided, ...]
+    storages: tuple[Annotated[int, Meta(ge=0)], ...]
+    stopped: bool
+    took_ns: int
+
+
 class Joined(Message, frozen=True, tag="joined"):
     """Reply to :class:`FormGroup`.
 
@@ -217,6 +235,7 @@ class Joined(Message, frozen=True, tag="joined"):
 
 Result = (
     OperatorResult
+    | BufferCopies
     | Tensors
     | Scalars
     | Delays

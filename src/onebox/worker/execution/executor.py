@@ -9,12 +9,21 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar, get_args
 
+import torch
 from msgspec.structs import replace
 from torch import Tensor
 
 from onebox.errors import WireError
 from onebox.wire import GeneratorSpec, KernelSpec, TapeSpec, TensorSpec, from_frame, rows_of, spec_of, to_frame, unpack
-from onebox.wire.protocol.eager import EagerWork, KeepGenerator, Perform, Replay, SetGenerator, StreamHeader
+from onebox.wire.protocol.eager import (
+    CopyBuffers,
+    EagerWork,
+    KeepGenerator,
+    Perform,
+    Replay,
+    SetGenerator,
+    StreamHeader,
+)
 from onebox.wire.protocol.groups import FormGroup, LeaveGroup, Retime
 from onebox.wire.protocol.instructions import (
     Ask,
@@ -46,7 +55,7 @@ from onebox.wire.protocol.requests import (
     SetNumerics,
     StoredProgram,
 )
-from onebox.wire.protocol.responses import Digest, FilledSlots, OptimizerState, Tensors, WorkerFailure
+from onebox.wire.protocol.responses import BufferCopies, Digest, FilledSlots, OptimizerState, Tensors, WorkerFailure
 from onebox.wire.protocol.snapshots import Fill, Lay, Read, Recall, Remembered, SlotInstruction, Snapshot, Write
 from onebox.worker.accelerator import DeviceFailed
 from onebox.worker.comm.api import ClientChannel, RankLost
@@ -70,14 +79,14 @@ from onebox.worker.optimizer.deferred import DeferredOptimizer
 from onebox.worker.optimizer.native import NativeOptimizer
 from onebox.worker.programs.graphs import GraphMemory
 from onebox.worker.programs.interpreter import CompiledProgram, OperatorFailed, describe
-from onebox.worker.programs.kernels import CompiledKernel
+from onebox.worker.programs.kernels import CompiledKernel, strided_of
 from onebox.worker.progress import Trace, WorkerProgress
 from onebox.worker.snapshots.service import SnapshotService
 
 _Kind = TypeVar("_Kind")
 Report = Callable[[WorkerFailure], None]
 
-_ANSWERED = frozenset({Get, Ask, Perform, Snapshot, Read, Lay, Remembered})
+_ANSWERED = frozenset({CopyBuffers, Get, Ask, Perform, Snapshot, Read, Lay, Remembered})
 """Instructions with awaited replies; if there can be none, the failure is the reply."""
 
 _STOPPED = frozenset({Put, Call, Get, Ask, Replay, Perform, KeepGenerator, SetGenerator, *get_args(Communication)})
@@ -606,6 +615,32 @@ class Executor:
             self.frames_out.append(to_frame(tensors[-1].clone()) if on_host else self._device.read(tensors[-1]))
         return [Tensors(tuple(spec_of(tensor) for tensor in tensors))]
 
+    def _copy_buffers(self, what: CopyBuffers, frames: Iterator[Any], resolve: Resolve) -> Sequence[Outcome]:
+        begin_ns = time.perf_counter_ns()
+        stopped = self._streams.stopped(what.first, what.end)
+        numbers, layouts, places = [], [], []
+        storages: dict[int, int] = {}
+        for number in self.store.within(what.first, what.end):
+            try:
+                tensor = self.store.get(number)
+            except Poisoned:
+                continue
+            except RankLost:
+                stopped = True
+                continue
+            storage = tensor.untyped_storage()
+            if storage._cdata not in storages:
+                storages[storage._cdata] = len(storages)
+                whole = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+                whole.set_(storage, 0, (storage.nbytes(),), (1,))
+                own = whole if self._device.accelerator.asynchronous else whole.clone()  # it is written to meanwhile
+                self.frames_out.append(self._device.read(own))
+            numbers.append(number)
+            layouts.append(strided_of(tensor))
+            places.append(storages[storage._cdata])
+        took_ns = time.perf_counter_ns() - begin_ns
+        return [BufferCopies(tuple(numbers), tuple(layouts), tuple(places), stopped, took_ns)]
+
     def _run_on_slots(self, what: SlotInstruction, frames: Iterator[Any], resolve: Resolve) -> Sequence[Outcome]:
         if isinstance(what, Recall) and isinstance(
             deferred := self._definitions.get(what.optimizer), DeferredOptimizer
@@ -716,6 +751,7 @@ class Executor:
         Free: _free,
         FreeRange: _free_range,
         Get: _get,
+        CopyBuffers: _copy_buffers,
         Ask: _ask,
         **dict.fromkeys(get_args(Communication), _exchange),
         **dict.fromkeys((Offload, Evict, Prefetch), _move),

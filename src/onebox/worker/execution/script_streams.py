@@ -66,6 +66,10 @@ class ScriptStreams:
         for stream in self._streams.values():
             stream.stop(failure)
 
+    def stopped(self, first: int, end: int) -> bool:
+        """Return whether a stream with a number in a range, its end excluded, is stopped."""
+        return any(stream.failure is not None for number, stream in self._streams.items() if first <= number < end)
+
     def end(self, first: int, end: int) -> None:
         """End the streams with numbers in a range, its end excluded."""
         for number in [number for number in self._streams if first <= number < end]:

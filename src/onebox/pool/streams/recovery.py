@@ -1,0 +1,567 @@
+"""Scripts survive their workers: lost ones are replaced, all go back to a snapshot, and the log is played again."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import threading
+import time
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, InvalidStateError, wait
+from functools import partial
+from typing import Any, Protocol
+
+import psutil
+
+from onebox.errors import OneboxError, OperatorError, PeerLost, PoolError, UsageError, WorkerError
+from onebox.pool.client.connection import WorkerReply
+from onebox.pool.devices import DeviceInfo
+from onebox.pool.errors import fail
+from onebox.pool.recovery import RecoveryReport
+from onebox.pool.streams.log import (
+    LoggedMessage,
+    MessageLog,
+    is_measurement,
+    is_stream,
+    regrouped,
+    stream_end,
+)
+from onebox.sizes import parse_budgets, size_text
+from onebox.wire import KernelSpec, SlotArgument, Strided, TensorSpec, encode
+from onebox.wire.protocol.eager import CopyBuffers, KeepGenerator, Perform, SetGenerator
+from onebox.wire.protocol.groups import LeaveGroup
+from onebox.wire.protocol.instructions import Free
+from onebox.wire.protocol.requests import FreeRange, Instruction, Put
+from onebox.wire.protocol.responses import BufferCopies
+
+SHARE = 0.02
+"""Most of the time that snapshots may take."""
+
+LEAST_S = 1.0
+"""Least time between two snapshots."""
+
+FULL = 0.5
+"""Part of its budget at which the log asks for a snapshot before its time."""
+
+ROUNDS = 6
+"""How often workers may be lost again while the log is played."""
+
+FORM_S = 60.0
+"""How long the groups of a script may take to be formed again."""
+
+_LOG = logging.getLogger("onebox")
+
+
+VARIABLE = "ONEBOX_RECOVER"
+"""Environment variable that says whether scripts survive the loss of workers: ``1`` or ``0``."""
+
+PARTS = 4
+"""Inverse of the share of the host's memory that a snapshot, and what is sent between two, may take."""
+
+
+def recovery_budget(recover: bool | None = None, memory: int | str | None = None) -> int:
+    """Return the bytes that the recovery of scripts may keep; 0 where they do not survive the loss of workers.
+
+    Args:
+        recover: Whether they do; as the environment says when ``None``.
+        memory: The bytes, or text such as ``2GiB``; a part of the host's memory when ``None``.
+
+    Raises:
+        UsageError: It is something else.
+    """
+    said = os.environ.get(VARIABLE, "0")
+    if said not in ("0", "1"):
+        raise UsageError(f"{VARIABLE}={said}: allowed are 1, for scripts that survive the loss of devices, and 0")
+    if recover is not None and not isinstance(recover, bool):
+        raise UsageError(f"recover={recover!r}: allowed are True, False and None, for what {VARIABLE} says")
+    if isinstance(memory, list | tuple | dict) or (memory is not None and recover is False):
+        raise UsageError(f"recover_memory={memory!r}: allowed is one size, such as '2GiB', with recover=True")
+    own = parse_budgets("recover_memory", memory).every or psutil.virtual_memory().total // PARTS
+    return own if (recover if recover is not None else said == "1") else 0
+
+
+class PostMessage(Protocol):
+    """Sends instructions to a worker; see :meth:`onebox.pool.client.loop.ClientLoop.post`."""
+
+    def __call__(
+        self, worker: int, instructions: Sequence[Instruction], frames: Sequence[Any] = (), *, answer: bool = False
+    ) -> Future[WorkerReply]: ...
+
+
+class RecoverablePool(Protocol):
+    """A pool, as far as its recovery is concerned; see :class:`onebox.pool.Pool`."""
+
+    order: threading.RLock
+    devices: tuple[DeviceInfo, ...]
+
+    @property
+    def broken(self) -> bool:
+        """True when nothing can be posted, until it is recovered."""
+
+    @property
+    def recoveries(self) -> int:
+        """Number of recoveries so far."""
+
+    def new_number(self) -> int:
+        """Return an unused number."""
+
+    def recover_workers(self, *, seen: int | None = None) -> RecoveryReport:
+        """Replace lost workers."""
+
+
+Form = Callable[[int], list[Future[WorkerReply]]]
+"""Begins to form a group under a number."""
+
+
+class ScriptGroup:
+    """A group that a script has formed.
+
+    Args:
+        workers: Its members.
+        form: Begins to form it.
+        number: Its present number.
+    """
+
+    def __init__(self, workers: Sequence[int], form: Form, number: int) -> None:
+        self.workers = tuple(workers)
+        self.form = form
+        self.number = number
+        self.futures: list[Future[WorkerReply]] = [Future() for _ in workers]
+        self.left: set[int] = set()
+        """The members that have left it by a message of the log."""
+        self.end: int | None = None
+        """The count of messages after which it is of no more use; ``None`` for one in use."""
+
+    @property
+    def formed(self) -> bool:
+        """Whether all members have replied."""
+        return all(future.done() for future in self.futures)
+
+
+class Snapshot:
+    """Copies of what streams have on each worker.
+
+    Args:
+        copies: For each worker the replies, with their frames in order, and where each generator's state is.
+    """
+
+    def __init__(self, copies: Mapping[int, tuple[list[BufferCopies], Sequence[Any], Mapping[int, int]]]) -> None:
+        self.copies = copies
+        self.size_bytes = sum(len(frame) for _, frames, _ in copies.values() for frame in frames)
+
+
+class StreamRecovery:
+    """Logs what scripts send, takes snapshots, and plays the log again on new workers.
+
+    Args:
+        pool: The pool.
+        post: Sends instructions to a worker, at once.
+        budget_bytes: The most bytes of a snapshot, and of what is sent between two.
+    """
+
+    def __init__(self, pool: RecoverablePool, post: PostMessage, budget_bytes: int) -> None:
+        self._pool, self._post = pool, post
+        self.budget_bytes = budget_bytes
+        self.recoveries = self.snapshots = 0
+        self.snapshot_s = 0.0
+        """Seconds that workers have spent on snapshots."""
+        self._log = MessageLog()
+        self._groups: dict[int, ScriptGroup] = {}
+        self._numbers: dict[int, int] = {}  # the present number of each group that has another one
+        self._snapshot: Snapshot | None = None
+        self._asked: tuple[int, int, dict[int, Future[WorkerReply]], dict[int, dict[int, int]]] | None = None
+        self._next_s = time.monotonic() + LEAST_S
+        self._seen = pool.recoveries
+        self._parted: OneboxError | None = None
+        self._paused = False
+        self._lock = threading.RLock()
+        self._round = 0
+        self._recovering = self._closed = False
+        self._whole = threading.Event()
+        self._whole.set()
+        self._lost = threading.Event()
+        self._failure: OneboxError | None = None
+        self._thread = threading.Thread(target=self._run, name="onebox-stream-recovery", daemon=True)
+        self._thread.start()
+
+    # ---- what the pool asks
+
+    def post(
+        self, worker: int, instructions: Sequence[Instruction], frames: Sequence[Any] = (), *, answer: bool = False
+    ) -> Future[WorkerReply]:
+        """Send instructions to a worker, once more after a loss if they are a script's.
+
+        Raises:
+            OneboxError: The pool is closed, or could not be recovered.
+        """
+        if not is_stream(instructions):  # a trainer's, which recovers by itself
+            return self._post(worker, regrouped(instructions, self._numbers), frames, answer=answer)
+        future: Future[WorkerReply] = Future()
+        if not answer:
+            future.set_result(WorkerReply((), (), ()))
+        message = LoggedMessage(worker, tuple(instructions), tuple(frames), answer, future)
+        with self._lock:
+            if self._failure is not None:
+                raise self._failure.with_traceback(None)
+            self._log.append(message)
+            self._note_left(message)
+            if self._paused and self._asked is None:
+                self._forget(len(self._log.messages))
+            if self._pool.recoveries != self._seen:  # a trainer's
+                self._lost.set()
+            elif not self._recovering:
+                self._send(message)
+                self._look()
+        return future
+
+    def begin_group(self, group: int, workers: Sequence[int], form: Form) -> list[Future[WorkerReply]]:
+        """Begin to form a group, and return the futures of its members' replies; the caller holds the pool's order.
+
+        Args:
+            group: Its number in the script.
+            workers: Its members.
+            form: Begins to form it.
+        """
+        with self._lock:
+            made = self._groups[group] = ScriptGroup(workers, form, group)
+            self._log.balance.form(group, workers)
+            if not self._recovering:
+                self._form(made)
+        return made.futures
+
+    def number(self, group: int) -> int:
+        """Return the present number of a group, once lost workers are replaced."""
+        self._whole.wait()
+        return self._numbers.get(group, group)
+
+    def leave(self, group: int) -> int:
+        """Record that a group is left by all; return its present number."""
+        number = self.number(group)
+        with self._lock:
+            if group in self._groups:
+                self._groups[group].end = self._log.count
+                self._log.balance.leave(group)
+                self._forget(0)
+        return number
+
+    def close(self) -> None:
+        """End the thread. Idempotent."""
+        self._closed = True
+        self._lost.set()
+        self._whole.set()
+        if self._thread is not threading.current_thread():
+            self._thread.join(10.0)
+
+    # ---- sending
+
+    def _send(self, message: LoggedMessage) -> None:
+        """Send a message, unless workers are lost, after whose replacement it is sent."""
+        instructions = regrouped(message.instructions, self._numbers)
+        try:
+            future = self._post(message.worker, instructions, message.frames, answer=message.answer)
+        except WorkerError:
+            self._lost.set()
+            return
+        if message.answer:
+            future.add_done_callback(partial(self._replied, message, self._round))
+
+    def _replied(self, message: LoggedMessage, round_number: int, future: Future[WorkerReply]) -> None:
+        """Pass a reply on; called by the client's loop, which must not wait."""
+        if round_number != self._round:
+            return
+        error = future.exception()
+        if self._is_loss(error):
+            self._lost.set()
+            return
+        reply = None if error is not None else future.result()
+        check = None if reply is None or is_measurement(message.instructions) else _checksum(reply)
+        if message.future.done():
+            if message.check is not None and message.check != check:
+                self._parted = _parted(self._pool.devices[message.worker])
+                self._lost.set()
+            return
+        if error is not None:
+            fail(message.future, error)
+            return
+        message.check = check
+        with contextlib.suppress(InvalidStateError):
+            message.future.set_result(reply)
+
+    def _is_loss(self, error: BaseException | None) -> bool:
+        """Return whether an error is that of a lost worker, or follows from one."""
+        if self._closed or not isinstance(error, WorkerError):
+            return False
+        if isinstance(error, PeerLost):
+            return self._pool.broken
+        return not isinstance(error, OperatorError)
+
+    def _form(self, group: ScriptGroup) -> list[Future[WorkerReply]]:
+        """Begin to form a group, unless workers are lost, and return the futures of its members."""
+        try:
+            futures = group.form(group.number)
+        except WorkerError:
+            self._lost.set()
+            return []
+        for mine, future in zip(group.futures, futures, strict=True):
+            future.add_done_callback(partial(self._joined, mine, self._round))
+        return futures
+
+    def _joined(self, mine: Future[WorkerReply], round_number: int, future: Future[WorkerReply]) -> None:
+        if round_number != self._round:
+            return
+        error = future.exception()
+        if self._is_loss(error):
+            self._lost.set()
+        elif not mine.done():
+            if error is not None:
+                fail(mine, error)
+            else:
+                mine.set_result(future.result())
+
+    def _note_left(self, message: LoggedMessage) -> None:
+        for each in message.instructions:
+            if isinstance(each, LeaveGroup) and (group := self._groups.get(each.group)) is not None:
+                group.left.add(message.worker)
+                if group.left.issuperset(group.workers):
+                    group.end = self._log.count
+
+    def _forget(self, count: int) -> None:
+        """Forget the first messages of the log, and the groups that only they have used."""
+        self._log.start_at(count)
+        begun = self._log.count - len(self._log.messages)
+        for number in [number for number, group in self._groups.items() if (group.end or math.inf) <= begun]:
+            del self._groups[number]
+            self._numbers.pop(number, None)
+
+    # ---- snapshots
+
+    def _look(self) -> None:
+        """Begin a snapshot where one is due and nothing is between two streams; or take note of one that is there."""
+        if self._asked is not None:
+            self._collect()
+            return
+        room_bytes = self.budget_bytes - (self._snapshot.size_bytes if self._snapshot is not None else 0)
+        if time.monotonic() < self._next_s and self._log.size_bytes < FULL * room_bytes:
+            return
+        if self._log.size_bytes > room_bytes and not self._paused:
+            self._pause("what was sent since the last snapshot")
+        if not self._log.balance.even or not all(group.formed for group in self._groups.values()):
+            return
+        self._ask()
+
+    def _ask(self) -> None:
+        """Let all workers copy what streams have there, at this point of the log."""
+        asked: dict[int, Future[WorkerReply]] = {}
+        places: dict[int, dict[int, int]] = {}
+        for worker, state in self._log.present.items():
+            streams = sorted(state.streams)
+            if not streams:
+                continue
+            last = stream_end(streams[0]) - 1
+            places[worker] = {generator: last - at for at, generator in enumerate(state.generators)}
+            copies = [CopyBuffers(number, stream_end(number)) for number in streams]
+            keeps = [KeepGenerator(generator, buffer) for generator, buffer in places[worker].items()]
+            free = Free(tuple(places[worker].values()))
+            try:
+                asked[worker] = self._post(worker, [*keeps, *copies, free], answer=True)
+            except OneboxError:
+                self._lost.set()
+                return
+        self._asked = self._round, len(self._log.messages), asked, places
+
+    def _collect(self) -> None:
+        """Take note of a snapshot whose parts have come, and forget what came before it."""
+        assert self._asked is not None
+        round_number, count, asked, places = self._asked
+        if round_number != self._round:
+            self._asked = None
+            return
+        if not all(future.done() for future in asked.values()):
+            return
+        self._asked = None
+        if any(future.exception() is not None for future in asked.values()):
+            self._next_s = time.monotonic() + LEAST_S
+            return
+        copies: dict[int, tuple[list[BufferCopies], Sequence[Any], Mapping[int, int]]] = {}
+        for worker, future in asked.items():
+            reply = future.result()
+            parts = [each for each in reply.results if isinstance(each, BufferCopies)]
+            if any(part.stopped for part in parts):
+                self._next_s = time.monotonic() + LEAST_S
+                return
+            copies[worker] = parts, reply.frames, places[worker]
+        took_s = max((sum(part.took_ns for part in parts) / 1e9 for parts, _, _ in copies.values()), default=0.0)
+        self.snapshots += 1
+        self.snapshot_s += took_s
+        self._next_s = time.monotonic() + max(LEAST_S, took_s / SHARE)
+        found = Snapshot(copies)
+        if found.size_bytes > self.budget_bytes:
+            self._next_s = math.inf
+            if not self._paused:
+                self._pause(f"a snapshot of {size_text(found.size_bytes)}")
+            return
+        if self._paused:
+            self._paused = False
+            _LOG.warning("the script survives the loss of a device again")
+        self._snapshot = found
+        self._forget(count)
+
+    def _pause(self, what: str) -> None:
+        """Keep nothing until there is a snapshot again."""
+        self._paused = True
+        self._snapshot = None
+        self._forget(len(self._log.messages))
+        _LOG.warning(
+            "recovery pauses: %s needs more than the %s that it may keep (onebox run --recover-memory); until there is "
+            "room, the loss of a device ends the script",
+            what,
+            size_text(self.budget_bytes),
+        )
+
+    # ---- after a loss
+
+    def _run(self) -> None:
+        while True:
+            self._lost.wait()
+            if self._closed:
+                self._give_up(PoolError("the pool is closed; open another with onebox.open()"))
+                return
+            if self._parted is not None:
+                self._give_up(self._parted)
+            if self._failure is not None:
+                return
+            self._whole.clear()
+            try:
+                self._recover()
+            except OneboxError as error:
+                self._give_up(error)
+            except BaseException as error:
+                self._give_up(PoolError(f"the recovery of the script failed: {type(error).__name__}: {error}"))
+                raise
+            finally:
+                self._whole.set()
+
+    def _recover(self) -> None:
+        begin_s = time.monotonic()
+        with self._lock:
+            self._recovering = True
+            self._round += 1  # later replies to what was sent before are ignored
+            self._asked = None
+        lost: dict[int, OneboxError] = {}
+        for _ in range(ROUNDS):
+            self._lost.clear()
+            report = self._pool.recover_workers(seen=self._seen)
+            self._seen = report.number
+            lost |= report.lost
+            if report.gone:
+                raise report.lost[report.gone[0]]
+            if self._paused:
+                raise next(iter(lost.values()))
+            with self._pool.order, self._lock:
+                self._round += 1
+                try:
+                    self._restore()
+                    count = len(self._log.messages)
+                    for message in self._log.messages:
+                        self._send(message)
+                except WorkerError:
+                    self._lost.set()
+                if self._lost.is_set() or self._pool.broken:
+                    continue
+                self.recoveries += 1
+                self._recovering = False
+            names = ", ".join(self._pool.devices[worker].device for worker in sorted(lost))
+            reason = next((str(error).partition("\n")[0] for error in lost.values()), "")
+            _LOG.warning(
+                "%s was lost and replaced (%s); %d messages are run again, after %.1f s",
+                names,
+                reason,
+                count,
+                time.monotonic() - begin_s,
+            )
+            return
+        raise PoolError(f"workers were lost {ROUNDS} times while a script was recovered")
+
+    def _restore(self) -> None:
+        """Bring all workers to the point of the snapshot, and form the script's groups anew."""
+        log = self._log
+        for worker, state in log.present.items():
+            freed = Free((), tuple(state.definitions))
+            ranges = [FreeRange(number, stream_end(number)) for number in sorted(state.streams)]
+            self._post(worker, [*ranges, freed])
+        joined: list[Future[WorkerReply]] = []
+        for number, group in self._groups.items():
+            for worker in group.workers:
+                self._post(worker, [LeaveGroup(group.number)])
+            group.number = self._numbers[number] = self._pool.new_number()
+            joined += self._form(group)
+        for future in wait(joined, FORM_S).done:
+            error = future.exception()
+            if error is not None:
+                raise error
+        for worker, state in log.base.items():
+            copies = self._snapshot.copies.get(worker) if self._snapshot is not None else None
+            start: list[Instruction] = [] if state.default is None else [state.default]
+            start += state.definitions.values()
+            if state.ended:
+                start.append(Free((), tuple(state.ended)))
+            self._post(worker, start)
+            if copies is not None:
+                self._fill(worker, *copies)
+
+    def _fill(
+        self, worker: int, parts: Sequence[BufferCopies], frames: Sequence[Any], generators: Mapping[int, int]
+    ) -> None:
+        """Send the buffers of a snapshot to a worker, each storage once, and set its generators."""
+        rest = iter(frames)
+        for part in parts:
+            held = [next(rest) for _ in range(1 + max(part.storages, default=-1))]
+            if not part.buffers:
+                continue
+            temporary = min(part.buffers) - 1  # no buffer's number, as the stream's own precedes them
+            for place, frame in enumerate(held):
+                instructions: list[Instruction] = [Put((temporary,), (TensorSpec("uint8", (len(frame),)),))]
+                for number, layout, storage in zip(part.buffers, part.layouts, part.storages, strict=True):
+                    if storage == place:
+                        instructions.append(Perform(_view(layout), (temporary,), (), number))
+                self._post(worker, [*instructions, Free((temporary,))], [frame])
+        buffers = tuple(generators.values())
+        sets = [SetGenerator(generator, None, buffer) for generator, buffer in generators.items()]
+        self._post(worker, [*sets, Free(buffers)])
+
+    def _give_up(self, error: OneboxError) -> None:
+        """Fail what scripts wait for."""
+        with self._lock:
+            self._failure = error
+            waiting = [message.future for message in self._log.messages]
+            waiting += [future for group in self._groups.values() for future in group.futures]
+        for future in waiting:
+            if not future.done():
+                fail(future, error)
+
+
+def _view(layout: Strided) -> KernelSpec:
+    """Return the kernel that makes a view of a storage's bytes."""
+    return KernelSpec("aten.alias.default", (SlotArgument(0),), {}, 1, 0, (), (layout,))
+
+
+def _checksum(reply: WorkerReply) -> int:
+    """Return a checksum of what a script reads."""
+    made = zlib.crc32(b"".join(map(encode, reply.results)))
+    for frame in reply.frames:
+        made = zlib.crc32(frame, made)
+    return made
+
+
+def _parted(device: DeviceInfo) -> PoolError:
+    return PoolError(
+        f"{device.device} on {device.host} was lost, and what the script had read from it came out differently when it "
+        "was run again: its operators are not deterministic (torch.use_deterministic_algorithms), or the new worker's "
+        "processor is of another kind. The script cannot go on; start it again from its last checkpoint"
+    )
+
+
+__all__ = ["StreamRecovery"]
