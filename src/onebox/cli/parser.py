@@ -100,7 +100,11 @@ examples:
   onebox torchrun --pool lab1,lab2 --nproc-per-node 4 train.py --epochs 1
 """
 
-_BARE = (*HELP, HELP_ALL, "--synchronous", "--page")
+_BARE = (
+    *HELP,
+    HELP_ALL,
+    *(f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(RunConfig) if field.default is False),
+)
 """Flags of ``onebox run`` that take no value."""
 
 _DESCRIPTION = "Every GPU that you can reach, as one box for training PyTorch models."

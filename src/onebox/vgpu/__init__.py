@@ -12,7 +12,7 @@ from onebox.trainer_options import require_bool
 from onebox.vgpu.cuda_alias import alias_cuda
 from onebox.vgpu.distributed.ranks import Ranks, spawn
 from onebox.vgpu.registration import install, uninstall
-from onebox.vgpu.runtime.context import attach, current_context, open_on_demand, open_queues
+from onebox.vgpu.runtime.context import attach, current_context, open_on_demand, open_queues, recover_scripts
 from onebox.worker import Fault
 
 
@@ -61,7 +61,7 @@ def open_devices(
         recover: Whether scripts on the virtual devices survive the loss of workers: lost ones are replaced, and what
             ran since the last snapshot is run again, with the same bits on devices whose operators are deterministic.
             A :class:`onebox.Trainer` does so by itself. When ``None``, as the environment variable ``ONEBOX_RECOVER``
-            says (``1`` or ``0``), else not.
+            says (``1`` or ``0``), else with devices of other machines.
         recover_memory: With it the most bytes of this process's memory that a snapshot, and what is sent between two,
             may take, as bytes or text such as ``2GiB``; by default a quarter of the host's.
 
@@ -82,7 +82,7 @@ def open_devices(
         2
     """
     require_bool("virtual_devices", virtual_devices)
-    budget_bytes = recovery_budget(recover, recover_memory)
+    recovery_budget(recover, recover_memory, remote=False)  # raises before workers are started
     pool = open_pool(
         spec,
         threads=threads,
@@ -97,8 +97,7 @@ def open_devices(
         try:
             install()
             attach(pool)
-            if budget_bytes:
-                pool.recover_scripts(budget_bytes)
+            recover_scripts(pool, recover, recover_memory)
         except BaseException:
             pool.close()
             raise

@@ -46,7 +46,14 @@ def run_script(config: RunConfig) -> int:
         OneboxError: The pool cannot be opened; or an operator of the script whose result was never read has failed.
     """
     with _arguments(config.script) as run:
-        pool = open_devices(config.pool, threads=config.threads, memory=config.memory, plain_links=config.plain_links)
+        pool = open_devices(
+            config.pool,
+            threads=config.threads,
+            memory=config.memory,
+            plain_links=config.plain_links,
+            recover=config.recovers,
+            recover_memory=config.recover_memory,
+        )
         hosts = devices_by_host(pool.devices)
         if hosts.count(";"):
             print(f"onebox: {hosts}", file=sys.stderr, flush=True)

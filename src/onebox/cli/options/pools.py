@@ -8,6 +8,7 @@ from typing import Annotated, ClassVar, Literal
 import tyro
 
 from onebox.cli.options.common import (
+    Bytes,
     DataSpec,
     Duration,
     File,
@@ -23,6 +24,7 @@ from onebox.cli.options.common import (
     read_sizes,
 )
 from onebox.errors import UsageError
+from onebox.sizes import parse_size
 
 _LARGEST = 4096
 """The largest micro-batch with which a model is measured, outside of a plan."""
@@ -111,6 +113,10 @@ class RunConfig(PoolOptions):
         pool: Devices: auto, or a list such as cuda:0,cuda:1 or cpu*2; of other machines, such as lab1,lab2/cuda:0; a
             Ray cluster, ray; a file NAME.toml; emulated ones: cpu@0.5.
         synchronous: Wait for each operator, so that an error is raised at its own line; slow, for debugging.
+        recover: Let the script survive the loss of workers: they are replaced, and what ran since the last snapshot
+            runs again. With devices of other machines it is so without this.
+        no_recover: End the script with an error when a worker is lost, also with devices of other machines.
+        recover_memory: The most memory of this process for that, such as 2GiB; a quarter of the machine's without it.
         stop_within: Seconds that the script has to end after SIGTERM or SIGHUP, which raise SystemExit in it.
         page: Show the pool on a page in a browser, at an address of this machine that is printed.
         page_port: Port of that page; 0 for any free one.
@@ -127,6 +133,9 @@ class RunConfig(PoolOptions):
 
     pool: PoolSpec = "auto"
     synchronous: Flag = False
+    recover: Flag = False
+    no_recover: Flag = False
+    recover_memory: Bytes = None
     stop_within: Duration = 20.0
     page: Flag = False
     page_port: int = 0
@@ -136,6 +145,15 @@ class RunConfig(PoolOptions):
         super().__post_init__()
         not_negative(stop_within=self.stop_within)
         check_page(page=self.page, port=self.page_port)
+        if self.no_recover and (self.recover or self.recover_memory is not None):
+            raise UsageError("--no-recover contradicts --recover, and --recover-memory is for that: leave one out")
+        if self.recover_memory is not None:
+            parse_size("--recover-memory", self.recover_memory)
+
+    @property
+    def recovers(self) -> bool | None:
+        """Whether the script survives the loss of workers; ``None`` where the environment and the devices say so."""
+        return True if self.recover else False if self.no_recover else None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,11 +7,15 @@ that no transfer or collective crosses: all that was sent before it has been ask
 
 from __future__ import annotations
 
+import errno
+import math
+import os
+import tempfile
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
+from typing import IO, Any, NamedTuple
 
 from msgspec.structs import replace
 
@@ -49,6 +53,72 @@ def is_measurement(instructions: Sequence[Instruction]) -> bool:
     return any(isinstance(each, Ask) and each.about in _MEMORY for each in instructions)
 
 
+class SpilledFrame(NamedTuple):
+    """A frame in a file: where it begins, and its bytes."""
+
+    start: int
+    size_bytes: int
+
+    def __len__(self) -> int:
+        return 0  # of memory
+
+
+class SpillFile:
+    """A file for the frames that memory has no room for, which only this process can open, and which ends with it.
+
+    Args:
+        most_bytes: Its largest size.
+    """
+
+    def __init__(self, most_bytes: int) -> None:
+        self.most_bytes = most_bytes
+        self.size_bytes = 0
+        self._file: IO[bytes] | None = None
+
+    def keep(self, frames: Sequence[Any]) -> tuple[SpilledFrame, ...]:
+        """Write frames, and return where they are.
+
+        Raises:
+            OSError: There is no room for them.
+        """
+        if self._file is None:
+            self._file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115: it ends with this object
+        kept = []
+        for frame in frames:
+            view = memoryview(frame).cast("B")
+            if self.size_bytes + len(view) > self.most_bytes:
+                raise OSError(errno.ENOSPC, f"more than {self.most_bytes} bytes")
+            start = self.size_bytes
+            while len(view):
+                written = os.pwrite(self._file.fileno(), view, self.size_bytes)
+                self.size_bytes += written
+                view = view[written:]
+            kept.append(SpilledFrame(start, self.size_bytes - start))
+        return tuple(kept)
+
+    def frames(self, kept: Sequence[Any]) -> list[Any]:
+        """Return frames, those that are in the file from there."""
+        return [self._read(frame) if isinstance(frame, SpilledFrame) else frame for frame in kept]
+
+    def _read(self, frame: SpilledFrame) -> bytes:
+        assert self._file is not None
+        made = os.pread(self._file.fileno(), frame.size_bytes, frame.start)
+        if len(made) != frame.size_bytes:
+            raise OSError(errno.EIO, "a file of this process has lost what was written to it")
+        return made
+
+    def empty(self) -> None:
+        """Give its room back."""
+        if self._file is not None and self.size_bytes:
+            os.ftruncate(self._file.fileno(), 0)
+            self.size_bytes = 0
+
+    def close(self) -> None:
+        """Close it. Idempotent."""
+        if self._file is not None:
+            self._file.close()
+
+
 @dataclass(eq=False, slots=True)
 class LoggedMessage:
     """A message of a script.
@@ -56,7 +126,7 @@ class LoggedMessage:
     Args:
         worker: Its receiver.
         instructions: The instructions.
-        frames: Raw elements of their tensors.
+        frames: Raw elements of their tensors, or where they are in a file.
         answer: Whether it has a reply.
         future: Future of the reply for the script, done once it has one, whatever happens to workers.
         check: Checksum of that reply; ``None`` where there is none.
@@ -71,7 +141,7 @@ class LoggedMessage:
 
     @property
     def size_bytes(self) -> int:
-        """What it counts in the log."""
+        """What it takes of this process's memory."""
         return MESSAGE_BYTES + sum([len(frame) for frame in self.frames])
 
 
@@ -206,9 +276,14 @@ class Balance:
 
 
 class MessageLog:
-    """The messages of scripts since a point, and what each worker had at that point."""
+    """The messages of scripts since a point, and what each worker had at that point.
 
-    def __init__(self) -> None:
+    Args:
+        spill: A file for frames.
+    """
+
+    def __init__(self, spill: SpillFile) -> None:
+        self.spill = spill
         self.messages: list[LoggedMessage] = []
         self.count = 0
         """How many messages there have been, with those that are forgotten."""
@@ -219,13 +294,25 @@ class MessageLog:
         """What it has after them."""
         self.balance = Balance()
 
-    def append(self, message: LoggedMessage) -> None:
-        """Add a message."""
+    def append(self, message: LoggedMessage, room_bytes: float = math.inf) -> None:
+        """Add a message.
+
+        Args:
+            message: The message.
+            room_bytes: Bytes of the log in memory beyond which frames go to the file.
+
+        Raises:
+            OSError: The file has no room, either; the message is kept.
+        """
         self.messages.append(message)
         self.count += 1
         self.size_bytes += message.size_bytes
         self.present.setdefault(message.worker, WorkerState()).take(message.instructions)
         self.balance.take(message.worker, message.instructions)
+        if message.frames and self.size_bytes > room_bytes:
+            before_bytes = message.size_bytes
+            message.frames = self.spill.keep(message.frames)
+            self.size_bytes -= before_bytes - message.size_bytes
 
     def start_at(self, count: int) -> None:
         """Forget the first messages: there is a snapshot of what came of them."""
@@ -233,6 +320,8 @@ class MessageLog:
             self.base.setdefault(message.worker, WorkerState()).take(message.instructions)
             self.size_bytes -= message.size_bytes
         del self.messages[:count]
+        if not any(isinstance(frame, SpilledFrame) for message in self.messages for frame in message.frames):
+            self.spill.empty()
         for state in (*self.base.values(), *self.present.values()):
             state.prune()
 
@@ -264,6 +353,7 @@ __all__ = [
     "Balance",
     "LoggedMessage",
     "MessageLog",
+    "SpillFile",
     "WorkerState",
     "is_measurement",
     "is_stream",

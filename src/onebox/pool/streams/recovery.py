@@ -6,6 +6,8 @@ import contextlib
 import logging
 import math
 import os
+import shutil
+import tempfile
 import threading
 import time
 import zlib
@@ -22,6 +24,7 @@ from onebox.pool.devices import DeviceInfo
 from onebox.pool.errors import fail
 from onebox.pool.recovery import RecoveryReport
 from onebox.pool.streams.log import (
+    SPAN,
     LoggedMessage,
     MessageLog,
     is_measurement,
@@ -44,7 +47,10 @@ LEAST_S = 1.0
 """Least time between two snapshots."""
 
 FULL = 0.5
-"""Part of its budget at which the log asks for a snapshot before its time."""
+"""Part of its room in memory that the log takes before what is uploaded goes to a file."""
+
+DISK = 4
+"""The most bytes of that file, as a multiple of the budget; and the inverse of the most of the disk's free bytes."""
 
 ROUNDS = 6
 """How often workers may be lost again while the log is played."""
@@ -62,25 +68,27 @@ PARTS = 4
 """Inverse of the share of the host's memory that a snapshot, and what is sent between two, may take."""
 
 
-def recovery_budget(recover: bool | None = None, memory: int | str | None = None) -> int:
+def recovery_budget(recover: bool | None, memory: int | str | None, *, remote: bool) -> int:
     """Return the bytes that the recovery of scripts may keep; 0 where they do not survive the loss of workers.
 
     Args:
-        recover: Whether they do; as the environment says when ``None``.
+        recover: Whether they do; ``None`` for what :data:`VARIABLE` says, else with devices of other machines.
         memory: The bytes, or text such as ``2GiB``; a part of the host's memory when ``None``.
+        remote: Whether there are devices of other machines.
 
     Raises:
         UsageError: It is something else.
     """
-    said = os.environ.get(VARIABLE, "0")
-    if said not in ("0", "1"):
-        raise UsageError(f"{VARIABLE}={said}: allowed are 1, for scripts that survive the loss of devices, and 0")
+    said = os.environ.get(VARIABLE, "")
+    if said not in ("", "0", "1"):
+        raise UsageError(f"{VARIABLE}={said}: allowed are 1, for scripts that survive the loss of workers, and 0")
     if recover is not None and not isinstance(recover, bool):
         raise UsageError(f"recover={recover!r}: allowed are True, False and None, for what {VARIABLE} says")
     if isinstance(memory, list | tuple | dict) or (memory is not None and recover is False):
-        raise UsageError(f"recover_memory={memory!r}: allowed is one size, such as '2GiB', with recover=True")
-    own = parse_budgets("recover_memory", memory).every or psutil.virtual_memory().total // PARTS
-    return own if (recover if recover is not None else said == "1") else 0
+        raise UsageError(f"recover_memory={memory!r}: allowed is one size, such as '2GiB', where scripts recover")
+    asked = said == "1" if said else remote
+    own_bytes = parse_budgets("recover_memory", memory).every or psutil.virtual_memory().total // PARTS
+    return own_bytes if (asked if recover is None else recover) else 0
 
 
 class PostMessage(Protocol):
@@ -168,7 +176,8 @@ class StreamRecovery:
         self.recoveries = self.snapshots = 0
         self.snapshot_s = 0.0
         """Seconds that workers have spent on snapshots."""
-        self._log = MessageLog()
+        free_bytes = shutil.disk_usage(tempfile.gettempdir()).free
+        self._log = MessageLog(SpillFile(min(DISK * budget_bytes, free_bytes // DISK)))
         self._groups: dict[int, ScriptGroup] = {}
         self._numbers: dict[int, int] = {}  # the present number of each group that has another one
         self._snapshot: Snapshot | None = None
@@ -206,8 +215,7 @@ class StreamRecovery:
         with self._lock:
             if self._failure is not None:
                 raise self._failure.with_traceback(None)
-            self._log.append(message)
-            self._note_left(message)
+            self._append(message)
             if self._paused and self._asked is None:
                 self._forget(len(self._log.messages))
             if self._pool.recoveries != self._seen:  # a trainer's
@@ -226,6 +234,8 @@ class StreamRecovery:
             form: Begins to form it.
         """
         with self._lock:
+            if not self._log.count and group < SPAN:  # a trainer's
+                return form(group)
             made = self._groups[group] = ScriptGroup(workers, form, group)
             self._log.balance.form(group, workers)
             if not self._recovering:
@@ -254,14 +264,16 @@ class StreamRecovery:
         self._whole.set()
         if self._thread is not threading.current_thread():
             self._thread.join(10.0)
+        self._log.spill.close()
 
     # ---- sending
 
     def _send(self, message: LoggedMessage) -> None:
         """Send a message, unless workers are lost, after whose replacement it is sent."""
         instructions = regrouped(message.instructions, self._numbers)
+        frames = self._log.spill.frames(message.frames)
         try:
-            future = self._post(message.worker, instructions, message.frames, answer=message.answer)
+            future = self._post(message.worker, instructions, frames, answer=message.answer)
         except WorkerError:
             self._lost.set()
             return
@@ -321,6 +333,17 @@ class StreamRecovery:
             else:
                 mine.set_result(future.result())
 
+    def _append(self, message: LoggedMessage) -> None:
+        room_bytes = self.budget_bytes - (self._snapshot.size_bytes if self._snapshot is not None else 0)
+        try:
+            self._log.append(message, FULL * room_bytes)
+            full = self._log.size_bytes > room_bytes
+        except OSError:
+            full = True
+        self._note_left(message)
+        if full and not self._paused:
+            self._pause("what was sent since the last snapshot")
+
     def _note_left(self, message: LoggedMessage) -> None:
         for each in message.instructions:
             if isinstance(each, LeaveGroup) and (group := self._groups.get(each.group)) is not None:
@@ -343,12 +366,11 @@ class StreamRecovery:
         if self._asked is not None:
             self._collect()
             return
-        room_bytes = self.budget_bytes - (self._snapshot.size_bytes if self._snapshot is not None else 0)
-        if time.monotonic() < self._next_s and self._log.size_bytes < FULL * room_bytes:
-            return
-        if self._log.size_bytes > room_bytes and not self._paused:
-            self._pause("what was sent since the last snapshot")
-        if not self._log.balance.even or not all(group.formed for group in self._groups.values()):
+        if (
+            time.monotonic() < self._next_s
+            or not self._log.balance.even
+            or not all(group.formed for group in self._groups.values())
+        ):
             return
         self._ask()
 

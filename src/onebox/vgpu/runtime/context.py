@@ -235,11 +235,17 @@ def _open_own() -> DeviceContext:
         found = _newest()
         if found is not None:
             return found
-        budget_bytes = recovery_budget()
+        recovery_budget(None, None, remote=False)
         made = attach(open_pool())
-        if budget_bytes:
-            made.pool.recover_scripts(budget_bytes)
+        recover_scripts(made.pool)
         return made
+
+
+def recover_scripts(pool: Pool, recover: bool | None = None, memory: int | str | None = None) -> None:
+    """Let scripts on a pool survive the loss of workers, if they are to; see :func:`onebox.open`."""
+    remote = not all(map(pool.near, range(len(pool))))
+    if budget_bytes := recovery_budget(recover, memory, remote=remote):
+        pool.recover_scripts(budget_bytes)
 
 
 def _attach_to_parent() -> DeviceContext:
