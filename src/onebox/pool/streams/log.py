@@ -82,7 +82,7 @@ class SpillFile:
             OSError: There is no room for them.
         """
         if self._file is None:
-            self._file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115: it ends with this object
+            self._file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
         kept = []
         for frame in frames:
             view = memoryview(frame).cast("B")

@@ -27,6 +27,7 @@ from onebox.pool.streams.log import (
     SPAN,
     LoggedMessage,
     MessageLog,
+    SpillFile,
     is_measurement,
     is_stream,
     regrouped,
@@ -178,6 +179,7 @@ class StreamRecovery:
         """Seconds that workers have spent on snapshots."""
         free_bytes = shutil.disk_usage(tempfile.gettempdir()).free
         self._log = MessageLog(SpillFile(min(DISK * budget_bytes, free_bytes // DISK)))
+        self._unanswered: set[Future[WorkerReply]] = set()
         self._groups: dict[int, ScriptGroup] = {}
         self._numbers: dict[int, int] = {}  # the present number of each group that has another one
         self._snapshot: Snapshot | None = None
@@ -211,6 +213,9 @@ class StreamRecovery:
         future: Future[WorkerReply] = Future()
         if not answer:
             future.set_result(WorkerReply((), (), ()))
+        else:
+            self._unanswered.add(future)
+            future.add_done_callback(self._unanswered.discard)
         message = LoggedMessage(worker, tuple(instructions), tuple(frames), answer, future)
         with self._lock:
             if self._failure is not None:
@@ -221,7 +226,7 @@ class StreamRecovery:
             if self._pool.recoveries != self._seen:  # a trainer's
                 self._lost.set()
             elif not self._recovering:
-                self._send(message)
+                self._send(message, frames)
                 self._look()
         return future
 
@@ -268,10 +273,9 @@ class StreamRecovery:
 
     # ---- sending
 
-    def _send(self, message: LoggedMessage) -> None:
+    def _send(self, message: LoggedMessage, frames: Sequence[Any]) -> None:
         """Send a message, unless workers are lost, after whose replacement it is sent."""
         instructions = regrouped(message.instructions, self._numbers)
-        frames = self._log.spill.frames(message.frames)
         try:
             future = self._post(message.worker, instructions, frames, answer=message.answer)
         except WorkerError:
@@ -341,7 +345,7 @@ class StreamRecovery:
         except OSError:
             full = True
         self._note_left(message)
-        if full and not self._paused:
+        if full and not (self._paused or self._recovering):
             self._pause("what was sent since the last snapshot")
 
     def _note_left(self, message: LoggedMessage) -> None:
@@ -366,13 +370,9 @@ class StreamRecovery:
         if self._asked is not None:
             self._collect()
             return
-        if (
-            time.monotonic() < self._next_s
-            or not self._log.balance.even
-            or not all(group.formed for group in self._groups.values())
-        ):
-            return
-        self._ask()
+        formed = all(group.formed for group in self._groups.values())
+        if time.monotonic() >= self._next_s and self._log.balance.even and formed:
+            self._ask()
 
     def _ask(self) -> None:
         """Let all workers copy what streams have there, at this point of the log."""
@@ -434,7 +434,7 @@ class StreamRecovery:
     def _pause(self, what: str) -> None:
         """Keep nothing until there is a snapshot again."""
         self._paused = True
-        self._snapshot = None
+        self._snapshot = self._asked = None
         self._forget(len(self._log.messages))
         _LOG.warning(
             "recovery pauses: %s needs more than the %s that it may keep (onebox run --recover-memory); until there is "
@@ -488,7 +488,7 @@ class StreamRecovery:
                     self._restore()
                     count = len(self._log.messages)
                     for message in self._log.messages:
-                        self._send(message)
+                        self._send(message, self._log.spill.frames(message.frames))
                 except WorkerError:
                     self._lost.set()
                 if self._lost.is_set() or self._pool.broken:
@@ -558,7 +558,7 @@ class StreamRecovery:
         """Fail what scripts wait for."""
         with self._lock:
             self._failure = error
-            waiting = [message.future for message in self._log.messages]
+            waiting = [*self._unanswered.copy()]
             waiting += [future for group in self._groups.values() for future in group.futures]
         for future in waiting:
             if not future.done():
