@@ -421,13 +421,12 @@ class StreamRecovery:
         self._next_s = time.monotonic() + max(LEAST_S, took_s / SHARE)
         found = Snapshot(copies)
         if found.size_bytes > self.budget_bytes:
-            self._next_s = math.inf
             if not self._paused:
                 self._pause(f"a snapshot of {size_text(found.size_bytes)}")
             return
         if self._paused:
             self._paused = False
-            _LOG.warning("the script survives the loss of a device again")
+            _LOG.warning("the script survives the loss of a worker again")
         self._snapshot = found
         self._forget(count)
 
@@ -438,7 +437,7 @@ class StreamRecovery:
         self._forget(len(self._log.messages))
         _LOG.warning(
             "recovery pauses: %s needs more than the %s that it may keep (onebox run --recover-memory); until there is "
-            "room, the loss of a device ends the script",
+            "room, the loss of a worker ends the script",
             what,
             size_text(self.budget_bytes),
         )
@@ -495,14 +494,12 @@ class StreamRecovery:
                     continue
                 self.recoveries += 1
                 self._recovering = False
-            names = ", ".join(self._pool.devices[worker].device for worker in sorted(lost))
-            reason = next((str(error).partition("\n")[0] for error in lost.values()), "")
+            said = "; ".join(str(error).partition("\n")[0] for error in lost.values()) or "workers were replaced"
             _LOG.warning(
-                "%s was lost and replaced (%s); %d messages are run again, after %.1f s",
-                names,
-                reason,
-                count,
+                "%s. Another one has taken its place after %.1f s, and %d messages of the script run again: it goes on",
+                said,
                 time.monotonic() - begin_s,
+                count,
             )
             return
         raise PoolError(f"workers were lost {ROUNDS} times while a script was recovered")
