@@ -1,11 +1,12 @@
 """Do the scripts of pytorch/examples, and timm's train.py, run on a pool as they are?
 
-Each is run under ``onebox run`` on two CPU workers, in a copy of its folder, with small numbers of epochs where it has
-such an option. torchvision is the stand-in beside this file, with digits in the place of MNIST; timm trains on digits
-in files. The text of word_language_model comes with the clone; a row whose data is absent is left out.
+Each is run under ``onebox run`` on two CPU workers, one on four, in a copy of its folder, with small numbers of epochs
+where it has such an option. torchvision is the stand-in beside this file, with digits in the place of MNIST; timm
+trains on digits in files. A row whose data or packages are absent is left out.
 
     git clone https://github.com/pytorch/examples
     git clone https://github.com/huggingface/pytorch-image-models
+    pip install hydra-core boto3  # of minGPT-ddp
     python benchmarks/pytorch_examples.py examples --timm pytorch-image-models
 """
 
@@ -18,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
@@ -38,14 +40,22 @@ class Row(NamedTuple):
         folder: Its folder in the clone.
         command: The script and its arguments, after ``onebox run``.
         needs: A file of the folder without which it is left out.
+        packages: What it imports, and without which it is left out.
+        devices: The number of CPU workers.
     """
 
     folder: str
     command: str
     needs: str = ""
+    packages: tuple[str, ...] = ()
+    devices: int = DEVICES
 
 
 RANKS = f"torchrun --nproc-per-node {DEVICES}"
+MINGPT = (
+    "main.py data_config.path=data/input.txt data_config.truncate=0.005 gpt_config.n_layer=2 gpt_config.n_embd=64 "
+    "trainer_config.max_epochs=1 trainer_config.save_every=1"
+)
 ROWS = (
     Row("mnist", "main.py --epochs 1 --dry-run"),
     Row("mnist_rnn", "main.py --epochs 1 --dry-run --accel"),
@@ -59,6 +69,12 @@ ROWS = (
     Row("word_language_model", "main.py --epochs 1 --dry-run --accel --model Transformer", "data/wikitext-2/train.txt"),
     Row("distributed/ddp", f"{RANKS} example.py"),
     Row("distributed/ddp-tutorial-series", f"{RANKS} multigpu_torchrun.py 2 1"),
+    Row("distributed/FSDP2", f"{RANKS} example.py"),
+    Row("distributed/FSDP2", f"{RANKS} example.py --explicit-prefetching --mixed-precision --dcp-api"),
+    Row("distributed/tensor_parallelism", f"{RANKS} tensor_parallel_example.py"),
+    Row("distributed/tensor_parallelism", f"{RANKS} sequence_parallel_example.py"),
+    Row("distributed/tensor_parallelism", "torchrun --nproc-per-node 4 fsdp_tp_example.py", devices=4),
+    Row("distributed/minGPT-ddp/mingpt", f"{RANKS} {MINGPT}", "data/input.txt", ("hydra", "boto3", "fsspec")),
 )
 
 
@@ -86,15 +102,15 @@ def main() -> None:
     rows += [(options.timm, row) for row in TIMM_ROWS if options.timm]
     for folder, row in rows:
         name = f"{folder.name} {row.command}"
-        if row.needs and not (folder / row.needs).is_file():
+        if (row.needs and not (folder / row.needs).is_file()) or not all(map(find_spec, row.packages)):
             left_out.append(name)
             continue
         begin_s = time.monotonic()
-        status, said = run(folder, row.command, digits=row in TIMM_ROWS)
+        status, said = run(folder, row.command, row.devices, digits=row in TIMM_ROWS)
         seconds = round(time.monotonic() - begin_s, 1)
         found[name] = {"works": status == 0, "seconds": seconds, "said": said}
         table.append([folder.name, row.command, "works" if status == 0 else f"fails ({status})", f"{seconds}"])
-    show("Scripts on two CPU workers", ["folder", "command", "", "seconds"], table)
+    show("Scripts on CPU workers", ["folder", "command", "", "seconds"], table)
     failed = sum(not each["works"] for each in found.values())
     result = {"works": len(found) - failed, "failed": failed, "left_out": left_out, "rows": found}
     finish({**result, "machine": machine(), "commit": commit()}, as_json=options.json)
@@ -110,14 +126,14 @@ def write_digits(folder: Path) -> None:
             Image.fromarray(part.images[number, 0].numpy()).convert("RGB").resize((32, 32)).save(path)
 
 
-def run(folder: Path, command: str, *, digits: bool = False) -> tuple[int, str]:
+def run(folder: Path, command: str, devices: int, *, digits: bool = False) -> tuple[int, str]:
     """Run a script in a copy of its folder, beside pictures of digits; return its exit status and last line."""
     environment = os.environ | {"PYTHONPATH": str(STANDINS), "OMP_NUM_THREADS": "1", "MPLBACKEND": "agg"}
     with tempfile.TemporaryDirectory() as place:
         copy = shutil.copytree(folder, Path(place) / folder.name, ignore=shutil.ignore_patterns(".git"))
         if digits:
             write_digits(copy / "digits")
-        line = [sys.executable, "-m", "onebox", "run", "--pool", f"cpu*{DEVICES}", "--threads", "1", *command.split()]
+        line = [sys.executable, "-m", "onebox", "run", "--pool", f"cpu*{devices}", "--threads", "1", *command.split()]
         pipe = subprocess.PIPE
         with subprocess.Popen(line, cwd=copy, env=environment, stdout=pipe, stderr=pipe, text=True) as process:
             try:

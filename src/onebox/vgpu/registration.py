@@ -29,7 +29,14 @@ from onebox.vgpu.compile import default_backend
 from onebox.vgpu.core.tensor import command_queue_of, is_virtual
 from onebox.vgpu.dispatch import copies, dispatch, host_arguments
 from onebox.vgpu.dispatch.op_inference import SHAPED_BY_FLOATS
-from onebox.vgpu.distributed import data_parallel, ddp_reducer, process_group, ranks, sync_batchnorm
+from onebox.vgpu.distributed import (
+    data_parallel,
+    ddp_reducer,
+    process_group,
+    ranks,
+    sharded_random,
+    sync_batchnorm,
+)
 from onebox.vgpu.integration import (
     accelerator,
     default_dtype,
@@ -226,6 +233,7 @@ PATCHES = Patches(
         ),
         # torch.distributed
         Patch(distributed_c10d, "init_process_group", ranks.beginning, also=(dist, device_mesh)),
+        Patch(device_mesh.DeviceMesh, "__init__", sharded_random.meshing),
         Patch(DistributedDataParallel, "__init__", ddp_reducer.noting),
         Patch(DistributedDataParallel, "_set_static_graph", ddp_reducer.noting),
         Patch(dist.Reducer, "_set_forward_pass_work_handle", ddp_reducer.keeping),

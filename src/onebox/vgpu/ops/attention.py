@@ -6,7 +6,9 @@ once for each kind of arguments, and the client calls that kernel, whose gradien
 
 from __future__ import annotations
 
+import sys
 import weakref
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -71,7 +73,21 @@ def attend_by(
     plain = aten.scaled_dot_product_attention.default
     composite = torch._C.DispatchKey.CompositeImplicitAutograd
     given = (query, key, value, attn_mask, dropout_p, is_causal)
-    return plain._op_dk(composite, *given, scale=scale, enable_gqa=enable_gqa)
+    with _replicated(query):
+        return plain._op_dk(composite, *given, scale=scale, enable_gqa=enable_gqa)
+
+
+def _replicated(query: Tensor) -> AbstractContextManager[None]:
+    """Return a context in which a sharded tensor may meet the mask that the plain operators make themselves."""
+    sharding: Any = sys.modules.get("torch.distributed.tensor")  # loaded where there are such tensors
+    if sharding is None or not isinstance(query, sharding.DTensor):
+        return nullcontext()
+    if sharding.DTensor._op_dispatcher._allow_implicit_replication:  # which the context would set back
+        return nullcontext()
+    from torch.distributed.tensor.experimental import implicit_replication
+
+    replicated: AbstractContextManager[None] = implicit_replication()
+    return replicated
 
 
 def choose(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
