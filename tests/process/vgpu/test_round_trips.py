@@ -155,3 +155,97 @@ def test_many_steps_ahead_of_a_slow_channel() -> None:
 
     assert waits(run) == 0
     assert x.tolist() == [sum(range(3000))] * 2
+
+
+class Measures:
+    """A step with four values, all computed before the first is read."""
+
+    def __init__(self, device: str) -> None:
+        self.x = torch.arange(12.0, device=device).reshape(3, 4)
+        self.total = torch.zeros((), dtype=torch.float64, device=device)
+        self.loss, self.hits, self.norm = self.compute()
+
+    def compute(self) -> tuple[Tensor, Tensor, Tensor]:
+        self.x = self.x.roll(1) * 1.01
+        self.loss, self.hits, self.norm = self.x.exp().mean(), (self.x > 5).sum(), self.x.norm()
+        self.total.add_(self.loss)
+        return self.loss, self.hits, self.norm
+
+    def __call__(self) -> list[object]:
+        self.compute()
+        return [self.loss.item(), int(self.hits), self.norm.cpu().item(), float(self.total), bool(self.hits)]
+
+
+@pytest.fixture
+def measures() -> Measures:
+    made = Measures(HERE)
+    for _ in range(3):
+        made()
+    return made
+
+
+@pytest.mark.feature("Virtual devices: Read the values of a step by one wait")
+def test_what_was_computed_before_the_first_value_is_read_comes_by_the_same_wait(measures: Measures) -> None:
+    plain = Measures("cpu")
+    for _ in range(3):
+        plain()
+    for _ in range(3):
+        found: list[object] = []
+        assert waits(lambda: found.extend(measures())) == 1  # noqa: B023
+        assert found == plain()
+
+
+def test_a_value_that_was_brought_along_counts_until_something_is_recorded(measures: Measures) -> None:
+    loss, hits, norm = measures.compute()
+    before = loss.item()
+    assert waits(hits.item) == 0
+    hits.add_(1000)
+    assert waits(norm.item) == 1
+    assert hits.item() > 1000
+    assert measures.total.item() > before > 0
+    loss, hits, norm = measures.compute()
+    loss.item()
+    norm.data.fill_(7)
+    assert norm.item() == 7
+    loss, hits, norm = measures.compute()
+    loss.item()
+    norm.copy_(torch.tensor(5.0))
+    assert norm.item() == 5
+
+
+def test_a_failure_after_the_first_value_is_raised_by_the_next(measures: Measures) -> None:
+    loss, _, norm = measures.compute()
+    loss.item()
+    nn.functional.embedding(torch.tensor([9], device=HERE), torch.zeros(2, 2, device=HERE))
+    with pytest.raises(onebox.OneboxError, match="index out of range"):
+        norm.item()
+    assert norm.item() > 0
+    measures()
+    nn.functional.embedding(torch.tensor([9], device=HERE), torch.zeros(2, 2, device=HERE))
+    measures.compute()  # what is void
+    with pytest.raises(onebox.OneboxError, match="index out of range"):
+        torch.get_device_module("vgpu").synchronize(0)
+    assert (torch.ones((), device=HERE) + 1).item() == 2
+    kept = torch.ones(3, 4, device=HERE)
+    measures.x, measures.total = kept, torch.zeros((), dtype=torch.float64, device=HERE)
+    assert measures()[3] == pytest.approx(torch.e**1.01)
+
+
+def test_values_that_are_freed_or_no_longer_read_are_not_brought_along(measures: Measures) -> None:
+    queue = current_context().queues[0]
+    _, hits, _ = measures.compute()
+    measures.loss = measures.norm = hits
+    del _
+    assert waits(hits.item) == 1
+    assert waits(measures.total.item) == 0
+    for _ in range(3):
+        measures.compute()[0].item()
+    measures.compute()
+    queue.flush()
+    assert len(queue.native.take_expected()) == 1
+    many = [measures.loss.exp() for _ in range(40)]
+    for one in many[:2]:
+        one.item()
+    many += [measures.loss.exp() for _ in range(40)]
+    queue.flush()
+    assert len(queue.native.take_expected()) == 16

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from onebox.errors import OperatorError
+from onebox.vgpu import native
 from onebox.vgpu.core.metadata import dense, dense_order
 from onebox.vgpu.core.tensor import Handle, command_queue_of, handle_of, is_virtual, layout_of, wrap
 from onebox.vgpu.dispatch.registry import special
@@ -65,6 +66,8 @@ def download(tensor: Tensor) -> Tensor:
         spec, frame = queue.read(handle.number)
     except OperatorError as error:
         raise_plain(error, "")
+    if handle.tensor is not None:
+        native.load().note_read(tensor)
     flat = from_frame(spec, frame)
     layout = layout_of(tensor)
     if layout.contiguous or dense_order(layout.shape, layout.strides) is None:

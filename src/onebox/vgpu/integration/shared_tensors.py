@@ -51,6 +51,7 @@ def _shared(tensor: Tensor) -> Any:
             "not know how it was computed; send tensor.detach()"
         )
     queue = command_queue_of(tensor)
+    queue.has_shared = True
     number = alias_of(tensor.detach()).pass_on()
     queue.flush(wait=True)  # it must exist when the receiver's message comes
     return _received, (
@@ -65,6 +66,7 @@ def _shared(tensor: Tensor) -> Any:
 def _received(worker: int, number: int, layout: Strided, requires_grad: bool, parameter: bool) -> Any:
     """Return the tensor that another process has sent."""
     queue = context.queue_of(torch.device("vgpu", worker))
+    queue.has_shared = True
     passed = wrap(Handle(queue, number), from_wire(layout))  # the number is freed with it
     made = wrap(alias_of(passed), layout_of(passed))
     queue.flush()  # before the sender is told that it may end, with which its buffers are freed

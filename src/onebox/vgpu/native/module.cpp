@@ -282,6 +282,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
         auto batch = self.take();
         return std::make_tuple(batch.code, batch.inputs, batch.outputs, batch.strays, batch.floats);
       })
+      .def("take_expected", &Queue::take_expected)
       .def("take_evicted", &Queue::take_evicted)
       .def("take_ended_generators", &Queue::take_ended_generators);
   module.def("is_virtual", [](py::handle value) {
@@ -302,6 +303,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     const auto& tensor = THPVariable_Unpack(value.ptr());
     return tensor.use_count() == 1 && tensor.storage().use_count() == 1;
   });
+  module.def("note_read", [](const at::Tensor& tensor) { buffer(tensor).queue->note_read(buffer(tensor)); });
   module.def("number", [](const at::Tensor& tensor) { return buffer(tensor).number; });
   module.def("pass_on", [](const at::Tensor& tensor) { return std::exchange(buffer(tensor).number, 0); });
   module.def("layout", [](const at::Tensor& tensor) { return from_layout(Layout::of(tensor)); });

@@ -99,6 +99,45 @@ void Queue::drop(int64_t number) {
   watched_.erase(number);
   dead_.push_back(number);
   any_dead_.store(true, std::memory_order_release);
+  const auto same = [number](const Expected& one) { return one.number == number; };
+  expected_.erase(std::remove_if(expected_.begin(), expected_.end(), same), expected_.end());
+}
+
+void Queue::note_number(Buffer& buffer, const std::shared_ptr<const Record>& record, size_t place) {
+  std::shared_ptr<const Record> before = record;  // ends after the lock
+  std::optional<Expected> oldest;
+  const std::lock_guard<std::mutex> lock(dead_mutex_);
+  buffer.maker.swap(before);
+  buffer.place = place;
+  if ((record->read.load(std::memory_order_relaxed) >> place & 1) == 0 || buffer.number == 0) return;
+  for (const auto& one : expected_) {
+    if (one.number == buffer.number) return;
+  }
+  if (expected_.size() == kMostExpected) {
+    oldest = std::move(expected_.front());
+    expected_.pop_front();
+  }
+  expected_.push_back({buffer.number, record, place, false});
+}
+
+void Queue::note_read(const Buffer& buffer) {
+  const std::lock_guard<std::mutex> lock(dead_mutex_);
+  if (buffer.maker != nullptr) buffer.maker->read.fetch_or(uint64_t{1} << buffer.place);
+}
+
+std::vector<int64_t> Queue::take_expected() {
+  std::deque<Expected> sent, waiting;
+  {
+    const std::lock_guard<std::mutex> lock(dead_mutex_);
+    for (auto& one : expected_) (one.sent ? sent : waiting).push_back(std::move(one));
+    expected_.swap(waiting);
+  }
+  std::vector<int64_t> found;
+  for (const auto& one : sent) {
+    one.maker->read.fetch_and(~(uint64_t{1} << one.place));  // until it is read
+    found.push_back(one.number);
+  }
+  return found;
 }
 
 void Queue::watch(int64_t number) {
@@ -234,6 +273,10 @@ bool Queue::fresh(int64_t number) {
 Batch Queue::take() {
   const std::lock_guard<std::mutex> lock(mutex_);
   bury_locked();
+  {
+    const std::lock_guard<std::mutex> dead_lock(dead_mutex_);
+    for (auto& one : expected_) one.sent = true;
+  }
   Batch batch;
   std::unordered_map<int64_t, int64_t> slots;  // of the buffers that are alive
   size_t at = 0;

@@ -50,6 +50,8 @@ struct Record {
   std::vector<int64_t> lengths;  // for each return of the operator: the length of a list, or -1
   bool allocates = false;        // merely allocates its result
   bool used = true;              // since the last search for one to evict
+  uint64_t numbers = 0;          // the returns that are a tensor of one element: a bit each
+  mutable std::atomic<uint64_t> read{0};  // those of them that a script has read
 };
 
 class Queue;
@@ -63,6 +65,8 @@ struct Buffer {
   int64_t number;  // 0 where another process frees it
   Layout base;     // of the tensor that the worker holds
   int64_t address;  // that nothing lies at: unique among storages, as libraries recognise tied weights by it
+  std::shared_ptr<const Record> maker;  // of a single element: the last call that has returned it, under the queue's lock
+  size_t place = 0;                     // among that call's returns
 };
 
 // A batch of calls, with buffers by slots, so that a batch that occurs again is equal.
@@ -93,6 +97,10 @@ class Queue : public std::enable_shared_from_this<Queue> {
   void forget();               // all records
   void drop(int64_t number);   // of a buffer whose storage was collected
   void watch(int64_t number);  // a buffer, until it is dropped
+  // Single elements are expected to be read if such ones, of the same kind of call, were: a reply brings them along.
+  void note_number(Buffer& buffer, const std::shared_ptr<const Record>& record, size_t place);
+  void note_read(const Buffer& buffer);
+  std::vector<int64_t> take_expected();  // of those that have been sent
   std::vector<int64_t> take_watched();
   int64_t reserve(int64_t count);
   void interrupt();            // something else than a call uses buffers now
@@ -124,6 +132,14 @@ class Queue : public std::enable_shared_from_this<Queue> {
                      int64_t& first, bool& full);
   void bury_locked();
 
+  struct Expected {
+    int64_t number;
+    std::shared_ptr<const Record> maker;
+    size_t place;
+    bool sent;
+  };
+  static constexpr size_t kMostExpected = 16;
+
   std::mutex mutex_, dead_mutex_;  // the second is taken last, and nothing is destroyed under it
   std::unordered_multimap<uint64_t, std::shared_ptr<Record>> records_;
   std::deque<std::shared_ptr<Record>> ages_;
@@ -134,6 +150,7 @@ class Queue : public std::enable_shared_from_this<Queue> {
   std::vector<double> floats_;
   std::vector<int64_t> dead_, ended_;
   std::unordered_set<int64_t> watched_;
+  std::deque<Expected> expected_;
   std::atomic<bool> any_dead_{false}, closed_{false};
   std::atomic<int> due_{0};
   int64_t next_, recorded_ = 0;

@@ -191,18 +191,41 @@ at::Tensor returned(const Return& value, const Scan& scan, int64_t& number) {
   }
 }
 
+// Whether a tensor is a single element with a storage of its own.
+bool is_number(int64_t elements, int64_t storage_bytes) { return elements == 1 && storage_bytes <= 16; }
+
+uint64_t numbers_among(const Record& record, const Scan& scan) {
+  uint64_t found = 0;
+  for (size_t at = 0; at < std::min<size_t>(record.returns.size(), 64); ++at) {
+    const auto& value = record.returns[at];
+    const bool is_new = value.kind == Return::kNew, is_input = value.kind == Return::kInput;
+    if (!is_new && !is_input) continue;
+    const auto layout = is_new ? value.layout : Layout::of(*scan.tensors[value.input]);
+    if (is_number(c10::multiply_integers(layout.sizes), layout.storage_bytes)) found |= uint64_t{1} << at;
+  }
+  return found;
+}
+
 // Replaces an operator's arguments by its results.
-void finish(const Record& record, const Scan& scan, int64_t number, size_t arguments, torch::jit::Stack* stack) {
+void finish(const std::shared_ptr<const Record>& kept, const Scan& scan, int64_t number, size_t arguments,
+            torch::jit::Stack* stack) {
+  const auto& record = *kept;
   c10::SmallVector<c10::IValue, 4> results;
   size_t at = 0;
+  const auto make = [&] {
+    auto made = returned(record.returns[at], scan, number);
+    if (at < 64 && (record.numbers >> at & 1) != 0) scan.queue->note_number(*buffer_of(made), kept, at);
+    ++at;
+    return made;
+  };
   for (const auto length : record.lengths) {
     if (length < 0) {
-      results.emplace_back(returned(record.returns[at++], scan, number));
+      results.emplace_back(make());
       continue;
     }
     c10::List<at::Tensor> list;
     list.reserve(length);
-    for (int64_t one = 0; one < length; ++one) list.push_back(returned(record.returns[at++], scan, number));
+    for (int64_t one = 0; one < length; ++one) list.push_back(make());
     results.emplace_back(std::move(list));
   }
   torch::jit::drop(*stack, arguments);
@@ -263,7 +286,7 @@ struct Recorder final : c10::OperatorKernel {
         hits.fetch_add(1, std::memory_order_relaxed);
         if (!record->changes.empty()) append_changing(*record, scan, first, full);
         raise_versions(scan, versioned);
-        finish(*record, scan, first, count, stack);
+        finish(record, scan, first, count, stack);
         if (full) on_full(*scan.queue);
         return;
       }
@@ -272,10 +295,11 @@ struct Recorder final : c10::OperatorKernel {
     Miss miss{scan.queue.get(), scan.key, simple, nullptr};
     on_miss(op, stack, miss);
     if (miss.learned == nullptr) return;
+    miss.learned->numbers = numbers_among(*miss.learned, scan);
     append_changing(*miss.learned, scan, first, full);
     scan.queue->learn(miss.learned);
     raise_versions(scan, versioned);
-    finish(*miss.learned, scan, first, count, stack);
+    finish(miss.learned, scan, first, count, stack);
     if (full) on_full(*scan.queue);
   }
 

@@ -143,6 +143,12 @@ class CommandQueue:
         self._first: list[tuple[Instruction, Sequence[Any]]] = []  # instructions that precede the calls, with frames
         self._frame_bytes = 0
         self._batches = Batcher(pool.new_number)
+        self.has_shared = False
+        """True if another process may write to some buffers."""
+        self._brought: dict[int, tuple[TensorSpec, Any]] = {}  # what the latest reply to a read has brought along
+        self._brought_at: tuple[int, int] = (0, 0)
+        self._asked: Get | None = None
+        self._moment = 0
         self._forked = False
 
     @property
@@ -372,6 +378,9 @@ class CommandQueue:
             if calls:
                 self._size = min(2 * self._size, CALLS)
                 recorded += calls
+            if last and isinstance(last[0], Get):
+                self._asked = asked = self._with_expected(last[0])
+                last = [asked]
             ended = self._take_ended()
             if ended:  # not after a query: where it fails, the rest of its message is left out
                 recorded.append(Free((), ended))
@@ -436,13 +445,41 @@ class CommandQueue:
     def read(self, number: int) -> tuple[TensorSpec, Any]:
         """Return a buffer's content as a frame.
 
+        The reply brings along the single elements that are expected to be read, too. They count until anything is
+        recorded or sent: it may write to them, or fail, which the next read raises.
+
         Raises:
             OneboxError: It is void, or the worker is gone.
         """
-        answer = self.flush([Get((number,))], wait=True)
-        assert answer is not None
+        with self.lock:
+            self.require_own()
+            recorded = self.native.recorded if self.begun else 0
+            if (recorded, self.channel.messages) == self._brought_at and not self._first and number in self._brought:
+                return self._brought[number]
+            sent = [self._send([Get((number,))], (), awaited=True)]
+            asked, at = self._asked, (recorded, self.channel.messages)
+        answer = self.channel.answer(sent.pop())
+        assert asked is not None
         (tensors,) = (result for result in answer.results if isinstance(result, Tensors))
-        return tensors.specs[0], answer.frames[0]
+        found = list(zip(tensors.specs, answer.frames, strict=True))
+        with self.lock:
+            others = ((spec, bytes(frame)) for spec, frame in found[1:])  # not what the reply came in
+            self._brought, self._brought_at = dict(zip(asked.buffers[1:], others, strict=True)), at
+        return found[0]
+
+    def _with_expected(self, get: Get) -> Get:
+        """Return a request for a buffer and for what is expected to be read, too.
+
+        The latter is never void: if its call had failed, the script would be told by this read, or has been told since
+        the latest one.
+        """
+        others, told = self.native.take_expected() if self.begun else (), self.channel.moment != self._moment
+        self._moment = self.channel.moment
+        return (
+            get
+            if told or self.has_shared
+            else Get((*get.buffers, *(each for each in others if each != get.buffers[0])))
+        )
 
     @shielded
     def filled(self, numbers: Sequence[int]) -> set[int]:
