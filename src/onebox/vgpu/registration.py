@@ -21,6 +21,7 @@ from torch.cuda import nccl
 from torch.distributed import device_mesh, distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import optimizer as torch_optimizer
+from torch.utils import dlpack
 
 from onebox.errors import PoolError
 from onebox.vgpu import native, signals
@@ -215,6 +216,8 @@ PATCHES = Patches(
         Patch(torch.amp.GradScaler, "_lazy_init_scale_growth_tracker", _scaling),
         # storages, printed values, and queues between processes
         Patch(torch.storage._StorageBase, "byteswap", elements.swapping_on_host),
+        *(Patch(_core, name, elements.exchanging_from_the_start) for name in ("_to_dlpack", "_to_dlpack_versioned")),
+        Patch(dlpack, "to_dlpack", elements.exchanging_from_the_start),
         Patch(torch._tensor_str, "_str", elements.printed_at_once),
         shared_tensors.share_among_processes,
         # nn.DataParallel

@@ -310,6 +310,12 @@ def test_an_exchange_of_memory_without_elements() -> None:
     x = torch.arange(3.0, device="vgpu:0")
     again = torch.utils.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(x))
     assert (again + 1).tolist() == [1, 2, 3]
+    torch.from_dlpack(torch.utils.dlpack.to_dlpack(x[:2])).add_(5)
+    assert x.tolist() == [5, 6, 2]
+    with pytest.raises(BufferError, match=r"begin where its memory does; use clone\(\)"):
+        torch.utils.dlpack.to_dlpack(x[1:])
+    with pytest.raises(ValueError, match="Unknown device type vgpu for Dlpack"):
+        torch.from_dlpack(x)
 
 
 def test_operators_that_are_special_repeat_as_the_same_batch(pool: onebox.Pool) -> None:

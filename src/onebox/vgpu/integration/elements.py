@@ -39,3 +39,15 @@ def swapping_on_host(swap: Any) -> Any:
         return swap(self, *args, **kwargs)
 
     return byteswap
+
+
+def exchanging_from_the_start(export: Any) -> Any:
+    """Wrap a function that makes a capsule of a tensor, to refuse views by whose address their memory is not found."""
+
+    @functools.wraps(export)
+    def to_dlpack(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        if is_virtual(tensor) and tensor.storage_offset():
+            raise BufferError("DLPack needs a tensor of a virtual device to begin where its memory does; use clone()")
+        return export(tensor, *args, **kwargs)
+
+    return to_dlpack

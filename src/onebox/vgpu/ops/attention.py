@@ -21,6 +21,9 @@ from onebox.wire.attention import EFFICIENT, FLASH, MATH
 
 aten = torch.ops.aten
 
+CHOICES = 1 << 12
+"""The most kinds of arguments that a device remembers."""
+
 _choices: weakref.WeakKeyDictionary[CommandQueue, dict[Any, int]] = weakref.WeakKeyDictionary()
 
 
@@ -103,6 +106,8 @@ def choose(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     key = tuple(layout_of(value) if is_virtual(value) else value for value in (*args, *kwargs.values()))
     if key not in known:
         floats = [value for value in (*args, *kwargs.values()) if isinstance(value, float)]
+        while len(known) >= CHOICES:
+            known.pop(next(iter(known)), None)  # the oldest
         choice = run_synchronously(queue, aten._fused_sdp_choice.default, args, kwargs, virtual, floats)
         known[key] = _usable(choice, queue, virtual)
     choice = known[key]
