@@ -86,8 +86,55 @@ def test_arithmetic_is_that_of_the_cpu(function: Callable[[Tensor], Tensor]) -> 
     torch.testing.assert_close(ours.to_dense().cpu(), theirs.to_dense())
 
 
+def _matrix(device: str) -> Tensor:
+    places = torch.tensor([[0, 1, 1, 2, 1], [2, 0, 2, 1, 0]])
+    return torch.sparse_coo_tensor(places, torch.tensor([3.0, 4, 5, 6, -1]), (3, 3)).to(device)
+
+
+def _convolved(device: str) -> list[Tensor]:
+    """Return what a layer of a graph network gives, and its gradients."""
+    features = torch.arange(12.0).reshape(3, 4).sin().to(device).requires_grad_()
+    weights = torch.arange(8.0).reshape(4, 2).cos().to(device).requires_grad_()
+    made = torch.spmm(_matrix(device), features @ weights)
+    made.sin().sum().backward()
+    assert features.grad is not None
+    assert weights.grad is not None
+    return [made.detach(), features.grad, weights.grad]
+
+
+def _of_values(device: str) -> Tensor:
+    values = torch.tensor([1.0, 2, 3], device=device, requires_grad=True)
+    matrix = torch.sparse_coo_tensor(torch.tensor([[0, 1, 2], [1, 1, 0]], device=device), values, (3, 3))
+    (matrix @ torch.ones(3, 2, device=device)).sin().sum().backward()
+    assert values.grad is not None
+    return values.grad
+
+
+@pytest.mark.feature("Virtual devices: Multiply sparse matrices by dense ones")
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda device: torch.sparse.mm(_matrix(device), torch.ones(3, 2, device=device)),
+        lambda device: _matrix(device).t() @ torch.ones(3, 2, device=device),
+        lambda device: _matrix(device) @ torch.arange(3.0, device=device),
+        lambda device: _matrix(device).coalesce() @ torch.arange(6.0, device=device).reshape(2, 3).t(),
+        lambda device: torch.sparse.addmm(
+            torch.ones(3, 2, device=device), _matrix(device), torch.ones(3, 2, device=device), beta=2, alpha=0.5
+        ),
+        _convolved,
+        _of_values,
+    ],
+)
+def test_products_with_dense_matrices_are_those_of_the_cpu(function: Callable[[str], Any]) -> None:
+    mine, plain = function("vgpu:0"), function("cpu")
+    for one, other in zip(mine, plain, strict=True):
+        torch.testing.assert_close(one.cpu(), other)
+
+
 def test_what_there_is_not_says_so() -> None:
     with pytest.raises(NotImplementedError, match=r"not supported on virtual devices; make it dense with \.to_dense"):
-        torch.sparse.mm(_scattered().to("vgpu:0"), torch.ones(4, 2, device="vgpu:0"))
+        torch.sparse.softmax(_scattered().to("vgpu:0"), 1)
+    with pytest.raises(NotImplementedError, match="product of two sparse matrices is not supported on virtual devices"):
+        _matrix("vgpu:0") @ _matrix("vgpu:0")
     with pytest.raises(NotImplementedError, match=r"with \.to_dense"):
         torch.sparse.mm(torch.eye(3).to_sparse_csr().to("vgpu:0"), torch.ones(3, 2, device="vgpu:0"), "sum")

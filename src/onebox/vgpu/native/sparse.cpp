@@ -173,6 +173,31 @@ at::Tensor mask(const at::Tensor& self, const at::Tensor& where) {
   return made(indices, indices.size(0) == 0 ? dense.unsqueeze(0) : dense.index(places), self.sizes(), where.is_coalesced());
 }
 
+// A sparse matrix times a dense one: adds up the rows of the latter, each times a value.
+at::Tensor product(const at::Tensor& self, const at::Tensor& dense) {
+  TORCH_CHECK(self.dim() == 2 && dense.dim() == 2 && self.size(1) == dense.size(0), "mat1 and mat2 shapes cannot be multiplied (",
+              self.sizes(), " and ", dense.sizes(), ")");
+  TORCH_CHECK(self.scalar_type() == dense.scalar_type(), "expected mat1 and mat2 to have the same dtype, but got: ",
+              self.scalar_type(), " != ", dense.scalar_type());
+  const auto indices = self._indices();
+  const auto rows = dense.index_select(0, indices.select(0, 1)).mul(self._values().unsqueeze(1));
+  return at::zeros({self.size(0), dense.size(1)}, dense.options()).index_add_(0, indices.select(0, 0), rows);
+}
+
+at::Tensor mm(const at::Tensor& self, const at::Tensor& other) {
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      self.is_sparse() != other.is_sparse() && (self.is_sparse() ? self : other).dense_dim() == 0,
+      "the product of two sparse matrices is not supported on virtual devices; make one dense with .to_dense()");
+  return self.is_sparse() ? product(self, other) : product(other.t(), self.t()).t().contiguous();
+}
+
+at::Tensor mv(const at::Tensor& self, const at::Tensor& other) { return self.mm(other.unsqueeze(1)).squeeze(1); }
+
+at::Tensor addmm(const at::Tensor& self, const at::Tensor& left, const at::Tensor& right, const at::Scalar& beta, const at::Scalar& alpha) {
+  const auto found = times(left.mm(right), alpha);
+  return beta.equal(0) ? found.add(at::zeros_like(self)) : times(self, beta).add(found);
+}
+
 void refuse(const c10::OperatorHandle& op, torch::jit::Stack*) {
   TORCH_CHECK_NOT_IMPLEMENTED(
       false, op.operator_name(), " of a sparse tensor is not supported on virtual devices; make it dense with .to_dense()");
@@ -233,6 +258,9 @@ void register_sparse(torch::Library& dense, torch::Library& sparse, torch::Libra
   sparse.impl("div.Tensor", TORCH_FN(div));
   sparse.impl("div_.Tensor", TORCH_FN(div_));
   sparse.impl("neg", TORCH_FN(neg));
+  sparse.impl("mm", TORCH_FN(mm));
+  sparse.impl("mv", TORCH_FN(mv));
+  sparse.impl("addmm", TORCH_FN(addmm));
   sparse.impl("zero_", TORCH_FN(zero_));
   others.fallback(torch::CppFunction::makeFromBoxedFunction<refuse>());
   compressed.fallback(torch::CppFunction::makeFromBoxedFunction<refuse>());  // there are such, e.g. copied to the device
