@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.autograd import profiler as torch_profiler
 from torch.cuda import nccl
 from torch.distributed import device_mesh, distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
@@ -45,6 +46,7 @@ from onebox.vgpu.integration import (
     elements,
     first_use,
     generators,
+    profiler,
     shared_tensors,
     void_gradients,
 )
@@ -90,7 +92,7 @@ def install() -> None:
 def _begin_device() -> None:
     """Load the device in C++, register it, and say what it asks of Python."""
     device = native.load()
-    device.handle(dispatch.missed, dispatch.send_full, dispatch.write_due, generators.Generators())
+    device.handle(dispatch.missed, dispatch.send_full, dispatch.write_due, generators.Generators(), profiler)
     device.register_kernels(sorted(SHAPED_BY_FLOATS))
 
 
@@ -214,6 +216,8 @@ PATCHES = Patches(
         # optimizers
         _flush_after_steps,
         Patch(torch.amp.GradScaler, "_lazy_init_scale_growth_tracker", _scaling),
+        # the profiler
+        Patch(torch_profiler.profile, "__init__", profiler.timing),
         # storages, printed values, and queues between processes
         Patch(torch.storage._StorageBase, "byteswap", elements.swapping_on_host),
         *(Patch(_core, name, elements.exchanging_from_the_start) for name in ("_to_dlpack", "_to_dlpack_versioned")),

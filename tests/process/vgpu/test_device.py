@@ -318,6 +318,35 @@ def test_an_exchange_of_memory_without_elements() -> None:
         torch.from_dlpack(x)
 
 
+@pytest.mark.feature("Virtual devices: See the times of workers in torch.profiler")
+def test_a_profiler_shows_operators_with_the_times_of_the_worker() -> None:
+    x, small = torch.randn(700, 700, device="vgpu:1"), torch.ones(3, device="vgpu:0")
+    (x @ x).sum(), small + 1
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.PrivateUse1]
+    with torch.profiler.profile(activities=activities) as seen:
+        with torch.profiler.record_function("step"):
+            made = (x @ x).sum()
+            small + 1
+        made.item()
+    times = {event.key: event.device_time_total for event in seen.key_averages()}
+    assert times["aten::mm"] > times["aten::add"] > 0
+    assert times["step"] >= times["aten::mm"] + times["aten::sum"] + times["aten::add"]
+    assert "VGPU" in seen.key_averages().table()
+    with torch.profiler.profile(activities=activities[:1]) as seen:
+        (x @ x).sum()
+    assert sum(event.device_time_total for event in seen.key_averages()) == 0
+
+
+def test_a_profiler_stays_whole_where_an_operator_fails() -> None:
+    x = torch.ones(3, device="vgpu:0")
+    with torch.profiler.profile() as seen:
+        nn.functional.embedding(torch.tensor([5], device="vgpu:0"), torch.ones(3, 4, device="vgpu:0"))
+        with pytest.raises(OperatorError, match="index out of range"):
+            x.tolist()
+        assert (x + 1).tolist() == [2, 2, 2]
+    assert "aten::add" in {event.key for event in seen.key_averages()}
+
+
 def test_operators_that_are_special_repeat_as_the_same_batch(pool: onebox.Pool) -> None:
     queue = current_context().queues[0]
     x, host = torch.zeros(2, 3, dtype=torch.complex128, device="vgpu:0"), torch.ones(2, 3, dtype=torch.complex128)

@@ -35,7 +35,7 @@ ones."""
 MESSAGE_BYTES = 1 << 10
 """What a message counts in the log besides its frames."""
 
-_MEMORY = frozenset({"memory", "peak"})
+_MEASURED = frozenset({"memory", "peak", "time"})
 
 
 def stream_end(number: int) -> int:
@@ -49,8 +49,8 @@ def is_stream(instructions: Sequence[Instruction]) -> bool:
 
 
 def is_measurement(instructions: Sequence[Instruction]) -> bool:
-    """Return whether the reply to a message may differ when it is sent again: bytes in use."""
-    return any(isinstance(each, Ask) and each.about in _MEMORY for each in instructions)
+    """Return whether the reply to a message may differ when it is sent again: bytes in use, or a time."""
+    return any(isinstance(each, Ask) and each.about in _MEASURED for each in instructions)
 
 
 class SpilledFrame(NamedTuple):

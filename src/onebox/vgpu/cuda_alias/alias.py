@@ -8,14 +8,11 @@ unaffected.
 from __future__ import annotations
 
 import functools
-import warnings
-from collections.abc import Callable
 from typing import Any, Self
 
 import torch
 import torch.backends.cuda
 import torch.backends.cudnn
-from torch.autograd import profiler
 
 from onebox.vgpu.cuda_alias.cuda_module import translate_surface
 from onebox.vgpu.cuda_alias.cuda_tensors import translate_tensors
@@ -94,21 +91,6 @@ def _translate_flags(patches: Patches) -> None:
     patches.set(torch.backends.cudnn, "version", functools.partial(_answer, value=None))
 
 
-def _of_this_process(begin: Callable[..., None]) -> Callable[..., None]:
-    """Wrap the start of a profiler that records GPU times, to start without them."""
-
-    @functools.wraps(begin)
-    def init(
-        self: Any, enabled: bool = True, *, use_cuda: bool = False, use_device: Any = None, **options: Any
-    ) -> None:
-        if use_cuda or use_device == "cuda":
-            use_device = None
-            warnings.warn("virtual devices are not profiled, only what this process does for them", stacklevel=3)
-        begin(self, enabled, use_device=use_device, **options)
-
-    return init
-
-
 def _answer(*_: Any, value: Any) -> Any:
     return value
 
@@ -120,7 +102,6 @@ def _activate(patches: Patches) -> None:
 
 def _translate_rest(patches: Patches) -> None:
     patches.set(context, "called", "cuda")
-    patches.set(profiler.profile, "__init__", _of_this_process(profiler.profile.__init__))
 
 
 ALIAS = Patches(

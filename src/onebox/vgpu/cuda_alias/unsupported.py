@@ -33,7 +33,7 @@ ADVICE = {
     "memory_usage": _WATCHED,
     "nccl": _COLLECTIVES,
     "power_draw": _WATCHED,
-    "profiler": "use onebox profile, or torch.profiler for what the client does",
+    "profiler": "use torch.profiler, or onebox profile",
     "set_per_process_memory_fraction": _MEMORY,
     "temperature": _WATCHED,
     "use_mem_pool": _MEMORY,

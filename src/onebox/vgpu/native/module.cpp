@@ -4,7 +4,10 @@
 
 #include <torch/csrc/PyInterpreter.h>
 #include <torch/csrc/jit/python/pybind_utils.h>
+#include <torch/csrc/profiler/stubs/base.h>
 #include <torch/csrc/utils/pybind.h>
+
+#include <c10/util/ApproximateClock.h>
 
 #include <chrono>
 #include <thread>
@@ -20,6 +23,7 @@ py::object& miss_function = *new py::object;
 py::object& full_function = *new py::object;
 py::object& due_function = *new py::object;
 py::object& generators = *new py::object;
+py::object& profiler = *new py::object;
 
 // Calls Python while a mutex, which this thread holds, is another's to take.
 template <typename Call>
@@ -68,6 +72,40 @@ const OrderHandlers order_handlers{
       const py::gil_scoped_acquire gil;
       return shared(queue).attr("owner").attr("idle")().cast<bool>();
     }};
+
+// What PyTorch's profiler asks of a device: a mark before and after each operator, and the time between two marks.
+struct Profiled final : torch::profiler::impl::ProfilerStubs {
+  void record(c10::DeviceIndex* device, torch::profiler::impl::ProfilerVoidEventStub* event, int64_t* cpu_ns) const override {
+    const py::gil_scoped_acquire gil;
+    const auto end = [](void* mark) {
+      const py::gil_scoped_acquire held;
+      Py_DECREF(static_cast<PyObject*>(mark));
+    };
+    *event = {profiler.attr("mark")().release().ptr(), end};
+    if (device != nullptr) *device = current_device();
+    if (cpu_ns != nullptr) *cpu_ns = c10::getTime();
+  }
+  float elapsed(const torch::profiler::impl::ProfilerVoidEventStub* begin,
+                const torch::profiler::impl::ProfilerVoidEventStub* end) const override {
+    const py::gil_scoped_acquire gil;
+    return profiler.attr("elapsed_us")(mark_in(*begin), mark_in(*end)).cast<float>();
+  }
+  bool enabled() const override { return true; }
+  void onEachDevice(std::function<void(int)> call) const override {
+    for (int index = 0; index < device_count(); ++index) call(index);
+  }
+  void synchronize() const override {}
+  void mark(const char*) const override {}
+  void rangePush(const char*) const override {}
+  void rangePop() const override {}
+
+ private:
+  static py::object mark_in(const torch::profiler::impl::ProfilerVoidEventStub& event) {
+    return py::reinterpret_borrow<py::object>(event == nullptr ? Py_None : static_cast<PyObject*>(event.get()));
+  }
+};
+
+Profiled profiled;
 
 // What a queue has of Python ends with it, but for the end of the interpreter.
 void end_owner(PyObject* owner) {
@@ -233,11 +271,13 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   set_order_handlers(order_handlers);
   set_owner_end(&end_owner);
   hold_for_fork();
-  module.def("handle", [](py::object miss, py::object full, py::object due, py::object makers) {
+  torch::profiler::impl::registerPrivateUse1Methods(&profiled);
+  module.def("handle", [](py::object miss, py::object full, py::object due, py::object makers, py::object profiles) {
     miss_function = std::move(miss);
     full_function = std::move(full);
     due_function = std::move(due);
     generators = std::move(makers);
+    profiler = std::move(profiles);
   });
   module.def("register_kernels", &register_kernels);
   module.def("set_device_count", &set_device_count);

@@ -29,7 +29,7 @@ from onebox.wire import KernelSpec, SlotArgument, TensorSpec
 from onebox.wire.protocol.eager import Perform, SetGenerator
 from onebox.wire.protocol.instructions import Ask, Call, Free, Get
 from onebox.wire.protocol.requests import Define, Instruction
-from onebox.wire.protocol.responses import FilledSlots, OperatorResult, Tensors
+from onebox.wire.protocol.responses import FilledSlots, OperatorResult, Scalars, Tensors
 
 CALLS = 64
 """Calls of a batch, whatever it frees: few enough that a worker starts early, many enough that a message is cheap."""
@@ -148,6 +148,7 @@ class CommandQueue:
         self._brought: dict[int, tuple[TensorSpec, Any]] = {}  # what the latest reply to a read has brought along
         self._brought_at: tuple[int, int] = (0, 0)
         self._asked: Get | None = None
+        self._asked_time: SentMessage | None = None
         self._moment = 0
         self._forked = False
 
@@ -480,6 +481,28 @@ class CommandQueue:
             if told or self.has_shared
             else Get((*get.buffers, *(each for each in others if each != get.buffers[0])))
         )
+
+    @shielded
+    def ask_time(self) -> SentMessage:
+        """Ask when the worker has executed everything recorded, without a wait; the same question if nothing has been
+        since the latest."""
+        with self.lock:
+            last = self._asked_time
+            if last is None or last.number != self.channel.messages or self.waiting:
+                last = self._asked_time = self._send([Ask("time")], (), awaited=False)
+        self.channel.pace()
+        assert last is not None
+        return last
+
+    @shielded
+    def time_s(self, asked: SentMessage) -> float:
+        """Return the answer, in seconds on the worker's clock.
+
+        Raises:
+            OneboxError: There is none: the stream had stopped, or the worker is gone.
+        """
+        (found,) = (result for result in self.channel.reply(asked).results if isinstance(result, Scalars))
+        return found.values[0]
 
     @shielded
     def filled(self, numbers: Sequence[int]) -> set[int]:

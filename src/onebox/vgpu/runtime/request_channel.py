@@ -314,6 +314,15 @@ class RequestChannel:
         finally:
             sent = cause = None
 
+    def reply(self, sent: SentMessage) -> WorkerReply:
+        """Wait for a reply that is no read, whose failure the next read raises.
+
+        Raises:
+            OneboxError: The instructions failed.
+        """
+        _wait(sent.future)
+        return sent.future.result()
+
     def pace(self) -> None:
         """Wait where the worker is too far behind; failures there are raised by reads of its results.
 

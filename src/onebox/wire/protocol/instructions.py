@@ -285,11 +285,12 @@ class Ask(Message, frozen=True, tag="ask"):
     Args:
         about: ``scalars``: the values of one-element buffers; ``digest``: one hash over all bytes of the buffers;
             ``memory``: bytes used, peak and quota; ``peak``: the same, and the peak is reset; ``optimizer``: its state,
-            elements in frames; ``slots``: the filled ones among some slots; ``filled``: the buffers that are not void.
+            elements in frames; ``slots``: the filled ones among some slots; ``filled``: the buffers that are not void;
+            ``time``: when everything before has been executed, in seconds on the monotonic clock.
         buffers: The buffers or slots; for ``optimizer`` its number.
     """
 
-    about: Literal["scalars", "digest", "memory", "peak", "optimizer", "slots", "filled"]
+    about: Literal["scalars", "digest", "memory", "peak", "optimizer", "slots", "filled", "time"]
     buffers: tuple[int, ...] = ()
 
 

@@ -55,7 +55,15 @@ from onebox.wire.protocol.requests import (
     SetNumerics,
     StoredProgram,
 )
-from onebox.wire.protocol.responses import BufferCopies, Digest, FilledSlots, OptimizerState, Tensors, WorkerFailure
+from onebox.wire.protocol.responses import (
+    BufferCopies,
+    Digest,
+    FilledSlots,
+    OptimizerState,
+    Scalars,
+    Tensors,
+    WorkerFailure,
+)
 from onebox.wire.protocol.snapshots import Fill, Lay, Read, Recall, Remembered, SlotInstruction, Snapshot, Write
 from onebox.worker.accelerator import DeviceFailed
 from onebox.worker.comm.api import ClientChannel, RankLost
@@ -652,6 +660,9 @@ class Executor:
     def _ask(self, ask: Ask, frames: Iterator[Any], resolve: Resolve) -> Sequence[Outcome]:
         if ask.about in ("memory", "peak"):
             return [self._snapshots.memory(anew=ask.about == "peak")]
+        if ask.about == "time":
+            self._device.accelerator.synchronize()
+            return [Scalars((time.monotonic(),))]
         if ask.about == "slots":
             return [self._snapshots.filled(ask.buffers)]
         if ask.about == "optimizer":
