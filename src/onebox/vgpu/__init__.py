@@ -11,6 +11,7 @@ from onebox.sizes import Memory
 from onebox.trainer_options import require_bool
 from onebox.vgpu.cuda_alias import alias_cuda
 from onebox.vgpu.distributed.ranks import Ranks, spawn
+from onebox.vgpu.distributed.uneven_forward import EQUAL_SHARES
 from onebox.vgpu.registration import install, uninstall
 from onebox.vgpu.runtime.context import attach, current_context, open_on_demand, open_queues, recover_scripts
 from onebox.worker import Fault
@@ -121,6 +122,7 @@ def used_devices(pool: Pool) -> set[int]:
 
 
 __all__ = [
+    "EQUAL_SHARES",
     "Pool",
     "Ranks",
     "alias_cuda",

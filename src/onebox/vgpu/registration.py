@@ -38,6 +38,7 @@ from onebox.vgpu.distributed import (
     ranks,
     sharded_random,
     sync_batchnorm,
+    uneven_forward,
 )
 from onebox.vgpu.integration import (
     accelerator,
@@ -238,6 +239,7 @@ PATCHES = Patches(
             data_parallel.with_autocast,
             also=(_parallel(), _parallel(".data_parallel")),
         ),
+        Patch(torch.nn.DataParallel, "forward", uneven_forward.forward_by_speed),
         # torch.distributed
         Patch(distributed_c10d, "init_process_group", ranks.beginning, also=(dist, device_mesh)),
         Patch(device_mesh.DeviceMesh, "__init__", sharded_random.meshing),

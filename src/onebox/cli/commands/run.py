@@ -25,7 +25,7 @@ from onebox.pool.devices import DeviceInfo
 from onebox.pool.sharing import ADDRESS, UNSHARED, PoolServer
 from onebox.portable import UNIX_SOCKETS
 from onebox.stop_signals import RECENT, exit_status, handling
-from onebox.vgpu import open_devices, set_synchronous, used_devices
+from onebox.vgpu import EQUAL_SHARES, open_devices, set_synchronous, used_devices
 from onebox.vgpu.cuda_alias import alias_cuda
 
 MODULE = "-m"
@@ -59,6 +59,8 @@ def run_script(config: RunConfig) -> int:
             print(f"onebox: {hosts}", file=sys.stderr, flush=True)
         alias_cuda()
         set_synchronous(config.synchronous)
+        if config.equal_shares:
+            os.environ[EQUAL_SHARES] = "1"  # also for processes that the script starts
         server = _share(pool, synchronous=config.synchronous)
         finish = _show(pool, config) if config.page else None
         own = os.getpid()

@@ -6,8 +6,10 @@ arguments are those of ``torch/csrc/cuda/python_comm.cpp``.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +26,24 @@ def _place(number: int) -> torch.device:
     return torch.device("cpu") if number == -1 else torch.device("vgpu", number)
 
 
+_local = threading.local()
+
+
+@contextlib.contextmanager
+def in_chunks(total: int, sizes: Sequence[int]) -> Iterator[None]:
+    """A context in which this thread scatters in chunks of these sizes, where the caller does not say others.
+
+    Args:
+        total: Their sum; tensors have so many rows or a multiple of it, and then so many times larger chunks.
+        sizes: The sizes.
+    """
+    _local.chunks = total, sizes
+    try:
+        yield
+    finally:
+        _local.chunks = None
+
+
 def scatter(
     tensor: Tensor, devices: Sequence[int], chunk_sizes: Sequence[int] | None, dim: int, streams: Any = None
 ) -> list[Tensor]:
@@ -32,7 +52,8 @@ def scatter(
     Args:
         tensor: A tensor on any virtual device or the host.
         devices: The devices' numbers.
-        chunk_sizes: The chunks' sizes; as equal as possible when ``None``, which may be fewer than there are devices.
+        chunk_sizes: The chunks' sizes; when ``None``, those of :func:`in_chunks`, or else as equal as possible, which
+            may be fewer than there are devices.
         dim: The dimension.
         streams: Ignored, for compatibility.
 
@@ -41,6 +62,9 @@ def scatter(
     """
     if not devices:
         raise RuntimeError("Expected at least one device to scatter to")
+    if chunk_sizes is None and (chosen := getattr(_local, "chunks", None)) is not None:
+        total, sizes = chosen
+        chunk_sizes = [size * tensor.size(dim) // total for size in sizes]
     if chunk_sizes is not None and len(chunk_sizes) != len(devices):
         raise RuntimeError(
             "Expected devices and chunk_sizes to be of same length, but got "
