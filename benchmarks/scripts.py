@@ -21,12 +21,12 @@ import onebox
 POOLS = ("cpu,cpu@0.25", "cpu,cpu@0.05", "cpu,cpu@0.5,cpu@0.25", "cpu@0.25,cpu")
 """The pools; the model is on the first device of each, which is the slowest one of the last pool."""
 
-BATCH = 64
+BATCH = 32
 
-FIRST = 36
+FIRST = 60
 """Steps in which a division is found."""
 
-STEPS = 4
+STEPS = 5
 
 
 def main() -> None:

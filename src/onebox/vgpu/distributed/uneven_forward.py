@@ -1,16 +1,17 @@
 """``nn.DataParallel`` over virtual devices of different speed: chunks in proportion, devices that do not pay left out.
 
-The times are those at which replies come that the devices send in any case: nothing waits for them.
+The times are those at which replies come, in the first steps, in which a script stays a little ahead of its devices.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 import os
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -27,8 +28,9 @@ from onebox.vgpu.runtime.command_queue import CommandQueue
 EQUAL_SHARES = "ONEBOX_EQUAL_SHARES"
 """Environment variable that keeps PyTorch's own equal chunks, with the value ``1``."""
 
-_PENDING = 1024
-"""Steps whose replies may be missing; a script that is ahead of its devices has fewer."""
+AHEAD = 2
+"""Steps by which a script may be ahead of its devices while they are measured: enough for them not to idle. One that
+reads nothing would otherwise be ahead by so many that a division is found much later."""
 
 _KEPT_EQUAL = (
     "nn.DataParallel keeps equal chunks on devices of different speed: the model returns what has no rows for samples, "
@@ -52,10 +54,17 @@ class Mark:
     def __init__(self, queue: CommandQueue) -> None:
         self.time_s = 0.0
         queue.flush(pace=False)
-        queue.channel.probe().future.add_done_callback(self._reached)
+        self._channel = queue.channel
+        self._probe = queue.channel.probe()
+        self._probe.future.add_done_callback(self._reached)
 
     def _reached(self, _: object) -> None:
         self.time_s = time.perf_counter()
+
+    def wait(self) -> None:
+        """Wait until the device has executed that."""
+        if not self._probe.future.done():
+            self._channel.settle(self._probe, math.inf)
 
 
 class _Mode:
@@ -83,7 +92,7 @@ class _Step(NamedTuple):
         mode: Its mode.
         division: Its division.
         samples: Its batch size.
-        begin: Marks of all devices at its begin; those of the next step are its end.
+        begin: Marks of its devices, and of the one with the model, at its begin; those of the next step are its end.
         forward: By device, the samples of its chunk, and the marks before and after it.
     """
 
@@ -141,7 +150,10 @@ class UnevenForward:
         chunks = division.chunks(samples, least)
         step = None
         if not mode.trials.settled:
-            step = _Step(mode, division, samples, [Mark(queue) for queue in self.queues], {})
+            for mark in self._pending[-AHEAD].begin if len(self._pending) >= AHEAD else ():
+                mark.wait()
+            begin = [Mark(self.queues[device]) for device in sorted({0, *chunks})]
+            step = _Step(mode, division, samples, begin, {})
         outputs = self._outputs(parallel, inputs, kwargs, samples, chunks, step)
         if not have_rows(outputs, list(chunks.values()), parallel.dim):
             self._kept_equal = True
@@ -188,7 +200,6 @@ class UnevenForward:
 
     def _note_steps(self, parallel: nn.DataParallel[Any]) -> None:
         """Note the steps that all devices have executed."""
-        del self._pending[:-_PENDING]
         while len(self._pending) > 1 and (end_s := self._pending[1].begin_s()):
             step = self._pending.pop(0)
             mode = step.mode
@@ -266,11 +277,11 @@ def _uneven(parallel: nn.DataParallel[Any], original: Callable[..., Any]) -> Une
     queues = [context.queue_of(torch.device("vgpu", number)) for number in parallel.device_ids]
     found = _known.get(parallel)
     if found is None or found.queues != queues:
-        found = _known[parallel] = UnevenForward(parallel, queues, original) if _differ(queues) else None
+        found = _known[parallel] = UnevenForward(parallel, queues, original) if differ(queues) else None
     return found
 
 
-def _differ(queues: list[CommandQueue]) -> bool:
+def differ(queues: Sequence[CommandQueue]) -> bool:
     """Return whether the devices are not all of one kind on one host."""
     devices = [queue.pool.devices[queue.worker] for queue in queues]
     return len({(each.host, each.name, each.threads, each.processors, each.speed) for each in devices}) > 1
