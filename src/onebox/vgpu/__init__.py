@@ -12,6 +12,7 @@ from onebox.trainer_options import require_bool
 from onebox.vgpu.cuda_alias import alias_cuda
 from onebox.vgpu.distributed.ranks import Ranks, spawn
 from onebox.vgpu.distributed.uneven_forward import EQUAL_SHARES
+from onebox.vgpu.distributed.uneven_ranks import SHARES
 from onebox.vgpu.registration import install, uninstall
 from onebox.vgpu.runtime.context import attach, current_context, open_on_demand, open_queues, recover_scripts
 from onebox.worker import Fault
@@ -123,6 +124,7 @@ def used_devices(pool: Pool) -> set[int]:
 
 __all__ = [
     "EQUAL_SHARES",
+    "SHARES",
     "Pool",
     "Ranks",
     "alias_cuda",

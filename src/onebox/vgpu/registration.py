@@ -23,6 +23,7 @@ from torch.distributed import device_mesh, distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import optimizer as torch_optimizer
 from torch.utils import dlpack
+from torch.utils.data import DataLoader
 
 from onebox.errors import PoolError
 from onebox.vgpu import native, signals
@@ -39,6 +40,9 @@ from onebox.vgpu.distributed import (
     sharded_random,
     sync_batchnorm,
     uneven_forward,
+    sync_batchnorm,
+    uneven_forward,
+    uneven_ranks,
 )
 from onebox.vgpu.integration import (
     accelerator,
@@ -244,6 +248,8 @@ PATCHES = Patches(
         Patch(distributed_c10d, "init_process_group", ranks.beginning, also=(dist, device_mesh)),
         Patch(device_mesh.DeviceMesh, "__init__", sharded_random.meshing),
         Patch(DistributedDataParallel, "__init__", ddp_reducer.noting),
+        Patch(DistributedDataParallel, "__init__", lambda own: uneven_ranks.weighting(ddp_reducer.noting(own))),
+        Patch(DataLoader, "__init__", uneven_ranks.loading),
         Patch(DistributedDataParallel, "_set_static_graph", ddp_reducer.noting),
         Patch(dist.Reducer, "_set_forward_pass_work_handle", ddp_reducer.keeping),
         # torch.compile

@@ -65,6 +65,7 @@ def test_what_follows_the_name_of_a_script_is_its_own(line: str, flags: dict[str
         ("torchrun --pool cpu*2 --nproc-per-node 3 x.py", {"pool": "cpu*2"}, "--nproc-per-node 3 x.py"),
         ("torchrun --threads=1 --nproc_per_node=3 x.py", {"threads": 1}, "--nproc_per_node=3 x.py"),
         ("torchrun --synchronous --nnodes 1 -m x", {"synchronous": True}, "--nproc-per-node gpu --nnodes 1 -m x"),
+        ("torchrun --uneven --equal-shares x.py", {"uneven": True, "equal_shares": True}, "--nproc-per-node gpu x.py"),
     ],
 )
 def test_torchrun_has_a_rank_for_each_device_unless_it_says_otherwise(

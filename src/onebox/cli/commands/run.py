@@ -25,7 +25,7 @@ from onebox.pool.devices import DeviceInfo
 from onebox.pool.sharing import ADDRESS, UNSHARED, PoolServer
 from onebox.portable import UNIX_SOCKETS
 from onebox.stop_signals import RECENT, exit_status, handling
-from onebox.vgpu import EQUAL_SHARES, open_devices, set_synchronous, used_devices
+from onebox.vgpu import EQUAL_SHARES, SHARES, open_devices, set_synchronous, used_devices
 from onebox.vgpu.cuda_alias import alias_cuda
 
 MODULE = "-m"
@@ -61,6 +61,8 @@ def run_script(config: RunConfig) -> int:
         set_synchronous(config.synchronous)
         if config.equal_shares:
             os.environ[EQUAL_SHARES] = "1"  # also for processes that the script starts
+        if config.uneven:
+            os.environ[SHARES] = _shares(pool)
         server = _share(pool, synchronous=config.synchronous)
         finish = _show(pool, config) if config.page else None
         own = os.getpid()
@@ -82,6 +84,14 @@ def run_script(config: RunConfig) -> int:
         if status == OK:  # told when the pool is closed: exit handlers and other threads still use devices
             pool.closing.insert(0, lambda: _tell_unused(pool, server))
         return status
+
+
+def _shares(pool: Pool) -> str:
+    """Measure the devices, print their shares, and return them as ranks read them."""
+    speeds = [device.speeds.matmul_flops or device.speed for device in pool.profile().devices]
+    parts = [f"rank {rank} {100 * speed / sum(speeds):.0f} %" for rank, speed in enumerate(speeds)]
+    print(f"onebox: batches by the speed of the devices: {', '.join(parts)}", file=sys.stderr, flush=True)
+    return ",".join(f"{speed / max(speeds):.4g}" for speed in speeds)
 
 
 def _tell_unused(pool: Pool, server: PoolServer | None) -> None:

@@ -118,6 +118,8 @@ class RunConfig(PoolOptions):
         no_recover: End the script with an error when a worker is lost, also with devices of other machines.
         recover_memory: The most memory of this process for that, such as 2GiB; a quarter of the machine's without it.
         equal_shares: Let nn.DataParallel divide batches equally, and not by the speed of the devices.
+        uneven: Give ranks with a DistributedSampler batches by the measured speed of their devices, and weight their
+            gradients by samples.
         stop_within: Seconds that the script has to end after SIGTERM or SIGHUP, which raise SystemExit in it.
         page: Show the pool on a page in a browser, at an address of this machine that is printed.
         page_port: Port of that page; 0 for any free one.
@@ -138,6 +140,7 @@ class RunConfig(PoolOptions):
     no_recover: Flag = False
     recover_memory: Bytes = None
     equal_shares: Flag = False
+    uneven: Flag = False
     stop_within: Duration = 20.0
     page: Flag = False
     page_port: int = 0
