@@ -1,7 +1,8 @@
 """How well do unmodified scripts use devices of different speed?
 
-``nn.DataParallel`` over four uneven pools of emulated devices, once it has found a division, against
-the same script on the fastest device of the pool alone, in turn. The CNN is that of PyTorch's MNIST example.
+``nn.DataParallel`` over four uneven pools of emulated devices, once it has found a division, against the same script on
+the fastest device of the pool alone, in turn; then two ranks of DistributedDataParallel with batches by speed, against
+that device alone at the speed of both. The CNN is that of PyTorch's MNIST example.
 """
 
 from __future__ import annotations
@@ -13,15 +14,28 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from common import Budget, batches, finish, make, show, spread
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data.distributed import DistributedSampler
 
 import onebox
+import onebox.vgpu
+from onebox.integrations.torch import UnevenSampler, weight_by_samples
 
 POOLS = ("cpu,cpu@0.25", "cpu,cpu@0.05", "cpu,cpu@0.5,cpu@0.25", "cpu@0.25,cpu")
 """The pools; the model is on the first device of each, which is the slowest one of the last pool."""
 
+PARTS = ("data_parallel", "ranks")
+
+SHARES = (1.0, 0.25)
+"""The speeds of the two ranks' devices."""
+
 BATCH = 32
+
+RANKS_BATCH = 160
+"""Samples of all ranks in a step: DistributedDataParallel has costs of its own, of which more samples hide a part."""
 
 FIRST = 60
 """Steps in which a division is found."""
@@ -35,9 +49,15 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object last")
     parser.add_argument("--long", action="store_true", help="all rounds, however long they take")
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    finish(data_parallel(options.rounds, Budget(long=options.long)), as_json=options.json)
+    budget, result = Budget(long=options.long), dict[str, Any]()
+    if "data_parallel" in options.parts:
+        result |= data_parallel(options.rounds, budget)
+    if "ranks" in options.parts:
+        result |= uneven_ranks(options.rounds, budget)
+    finish(result, as_json=options.json)
 
 
 def data_parallel(rounds: int, budget: Budget) -> dict[str, Any]:
@@ -50,7 +70,7 @@ def data_parallel(rounds: int, budget: Budget) -> dict[str, Any]:
             for side in sides:
                 side(FIRST)
             times: list[list[float]] = [[], []]
-            for _ in budget.rounds(rounds, number / len(POOLS), least=3):
+            for _ in budget.rounds(rounds, 0.8 * number / len(POOLS), least=3):
                 for side, of_side in zip(sides, times, strict=True):
                     of_side.append(side(STEPS))
         ratios = [ours / alone for ours, alone in zip(*times, strict=True)]
@@ -64,12 +84,12 @@ def data_parallel(rounds: int, budget: Budget) -> dict[str, Any]:
     return {"dataparallel_over_fastest": round(worst, 4)}
 
 
-def training(device: str, *, parallel: bool) -> Callable[[int], float]:
+def training(device: str, *, parallel: bool, batch: int = BATCH) -> Callable[[int], float]:
     """Return a function that trains for some steps, the last of which reads its loss, and returns the ms of one."""
     model = make("cnn")[0].to(device)
     called = nn.DataParallel(model) if parallel else model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    ((images, labels),) = batches(1, BATCH)
+    ((images, labels),) = batches(1, batch)
 
     def run(steps: int) -> float:
         begin = time.perf_counter()
@@ -82,6 +102,49 @@ def training(device: str, *, parallel: bool) -> Callable[[int], float]:
         return (time.perf_counter() - begin) / steps * 1e3
 
     return run
+
+
+def uneven_ranks(rounds: int, budget: Budget) -> dict[str, Any]:
+    """Compare two ranks with batches by speed with the fast device alone, over the sum of both speeds."""
+    times: dict[str, list[float]] = {"alone": [], "ranks": []}
+    pool = ",".join("cpu" if share == 1 else f"cpu@{share:g}" for share in SHARES)
+    with onebox.open(pool, threads=1):
+        alone = training("vgpu:0", parallel=False, batch=RANKS_BATCH)
+        alone(STEPS)
+        for _ in budget.rounds(rounds, 1, least=3):
+            times["alone"].append(alone(STEPS))
+            onebox.vgpu.spawn(lambda rank: _rank(rank, times["ranks"]), nprocs=len(SHARES))
+    ratios = [ours / single * sum(SHARES) for ours, single in zip(times["ranks"], times["alone"], strict=True)]
+    show(
+        f"Two ranks with batches by speed, {pool}, CNN, {RANKS_BATCH} samples in all: ms/step, median (least to most)",
+        ["ranks", "fast device alone", "over ideal"],
+        [[spread(times["ranks"], 1), spread(times["alone"], 1), spread(ratios)]],
+    )
+    return {"ddp_uneven_over_ideal": round(statistics.median(ratios), 4)}
+
+
+def _rank(rank: int, times: list[float]) -> None:
+    """Train as a rank; the first one adds the milliseconds of a step."""
+    dist.init_process_group("onebox")
+    device = f"vgpu:{rank}"
+    model = DistributedDataParallel(make("cnn")[0].to(device))
+    weight_by_samples(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    ((images, labels),) = batches(1, RANKS_BATCH)
+    sampler = DistributedSampler(range(RANKS_BATCH), num_replicas=len(SHARES), rank=rank)
+    (indices,) = UnevenSampler(sampler, RANKS_BATCH // len(SHARES), shares=SHARES)
+    for count in (3, STEPS):  # the first ones learn operators
+        begin = time.perf_counter()
+        for _ in range(count):
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(model(images[indices].to(device)), labels[indices].to(device))
+            loss.backward()
+            optimizer.step()
+        loss.item()
+        dist.barrier()
+    if rank == 0:
+        times.append((time.perf_counter() - begin) / STEPS * 1e3)
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

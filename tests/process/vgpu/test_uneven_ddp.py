@@ -91,8 +91,10 @@ class Injected:
 def test_a_slow_rank_is_named_once(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     """One comparison, in the eighth step."""
 
-    def run(rank: int) -> None:
+    def run(rank: int, weighted: bool = False) -> None:
         model = DistributedDataParallel(copy.deepcopy(plain).to(f"vgpu:{rank}"))
+        if weighted:
+            weight_by_samples(model)
         optimizer, (x, y) = sgd(model), data()[:3]
         for _ in range(20):
             step(model, optimizer, x.to(f"vgpu:{rank}"), y.to(f"vgpu:{rank}"))
@@ -102,6 +104,8 @@ def test_a_slow_rank_is_named_once(monkeypatch: pytest.MonkeyPatch, capfd: pytes
     together(run)
     assert "rank" not in capfd.readouterr().err, "devices of one kind are not compared"
     monkeypatch.setattr(uneven_ranks, "differ", lambda queues: True)
+    together(run, True)
+    assert "rank" not in capfd.readouterr().err, "nor are ranks that have unequal batches"
     together(run)
     said = [line for line in capfd.readouterr().err.splitlines() if "--uneven" in line]
     assert said == ["onebox: rank 1 takes 4 times as long as rank 0: --uneven would save 67 % of a step"]

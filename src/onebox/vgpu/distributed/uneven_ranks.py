@@ -8,6 +8,7 @@ import inspect
 import os
 import statistics
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, get_type_hints
 
@@ -175,7 +176,12 @@ def weight_by_samples(model: DistributedDataParallel) -> None:
         >>> model = DistributedDataParallel(torch.nn.Linear(2, 2))  # doctest: +SKIP
         >>> weight_by_samples(model)  # doctest: +SKIP
     """
+    _by_samples.add(model)
     model.register_forward_pre_hook(_SampleWeight(model).before_forward, with_kwargs=True)
+
+
+_by_samples: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
+"""The models whose ranks may have unequal batches, whose times say nothing of the ranks' speed."""
 
 
 class _SlowRank:
@@ -200,7 +206,7 @@ class _SlowRank:
         if not (model.training and torch.is_grad_enabled()):
             return
         self._calls += 1
-        if self._calls in _COMPARED_AT and self._compare(model):
+        if model in _by_samples or (self._calls in _COMPARED_AT and self._compare(model)):
             for hook in self._hooks:
                 hook.remove()
             return
