@@ -182,6 +182,10 @@ def outcome(trials: Trials, names: Sequence[str], *, batch_norm: bool) -> str:
     if left_out:
         seconds, whole = (f"{1000 * each:.3g} ms" for each in trials.cost_of_all())
         line += f"; it leaves out {', '.join(left_out)}, as a step takes {seconds}, and {whole} with all"
+    speeds = _by_device(division) if division.speeds else dict.fromkeys(division.used, 1.0)
+    fastest = max(division.used, key=speeds.__getitem__)
+    if speeds.get(0, 0.0) * ALIKE <= speeds[fastest]:
+        line += f"; it may be faster with the model on {names[fastest]}, and that first in device_ids"
     if batch_norm:
         line += "; batch norm normalises these chunks, not equal ones"
     return f"{line} (--equal-shares: equal chunks on all)"

@@ -107,8 +107,13 @@ def test_devices_that_do_not_pay_are_left_out_and_named() -> None:
     assert "cuda:0 50 %, cuda:1 50 %; it leaves out cuda:2, as a step takes 1.6e+04 ms, and " in line
     assert "batch norm normalises these chunks" in line
     assert "--equal-shares" in line
+    assert "faster" not in line
     assert outcome(settled([1.0, 1.0, 1.0], 30), names, batch_norm=True) == ""
-    assert "cuda:0 25 %, cuda:1 25 %, cuda:2 50 % (" in outcome(settled([1.0, 1.0, 2.0], 32), names, batch_norm=False)
+    assert "with the model on cuda:1, and that first" in outcome(settled([1.0, 4.0], 20), names, batch_norm=False)
+    assert "with the model on cuda:1, and that first" in outcome(settled([0.1, 4.0], 20, 2.0), names, batch_norm=False)
+    assert "cuda:0 25 %, cuda:1 25 %, cuda:2 50 %; it may be faster" in outcome(
+        settled([1.0, 1.0, 2.0], 32), names, batch_norm=False
+    )
 
 
 def test_a_late_reply_of_an_earlier_division_does_not_count() -> None:
