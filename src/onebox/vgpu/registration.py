@@ -40,8 +40,6 @@ from onebox.vgpu.distributed import (
     sharded_random,
     sync_batchnorm,
     uneven_forward,
-    sync_batchnorm,
-    uneven_forward,
     uneven_ranks,
 )
 from onebox.vgpu.integration import (
@@ -247,7 +245,6 @@ PATCHES = Patches(
         # torch.distributed
         Patch(distributed_c10d, "init_process_group", ranks.beginning, also=(dist, device_mesh)),
         Patch(device_mesh.DeviceMesh, "__init__", sharded_random.meshing),
-        Patch(DistributedDataParallel, "__init__", ddp_reducer.noting),
         Patch(DistributedDataParallel, "__init__", lambda own: uneven_ranks.weighting(ddp_reducer.noting(own))),
         Patch(DataLoader, "__init__", uneven_ranks.loading),
         Patch(DistributedDataParallel, "_set_static_graph", ddp_reducer.noting),
