@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
+import itertools
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -107,6 +108,9 @@ _BARE = (
 )
 """Flags of ``onebox run`` that take no value."""
 
+_RECOVER = "--recover"
+"""The flag whose value may be left out."""
+
 _DESCRIPTION = "Every GPU that you can reach, as one box for training PyTorch models."
 
 _OVERVIEW = f"""onebox {__version__}: {_DESCRIPTION[0].lower()}{_DESCRIPTION[1:]}
@@ -161,7 +165,7 @@ def parse(arguments: Sequence[str]) -> Config:
         arguments = _as_run(arguments[1:])
     command = _command(arguments)
     own, script = _without_script(arguments)
-    own = own[len(command.split()) :]
+    own = _with_recover(own[len(command.split()) :])
     if HELP_ALL in own or any(word in own for word in HELP):
         print_help(OPTIONS[command], f"onebox {command}", full=HELP_ALL in own)
     config: Config = _tyro(OPTIONS[command], own, prog=f"onebox {command}")
@@ -200,6 +204,22 @@ def _command(arguments: Sequence[str]) -> str:
     return f"{first} {second}"
 
 
+def _with_recover(words: Sequence[str]) -> list[str]:
+    """Return arguments in which ``--recover`` has its value, which is ``on`` if nothing is said."""
+    pairs = itertools.pairwise([*words, ""])
+    return [f"{_RECOVER}=on" if _is_bare_recover(*pair) else pair[0] for pair in pairs]
+
+
+def _is_bare_recover(word: str, following: str) -> bool:
+    return word == _RECOVER and following not in ("auto", "on", "off")
+
+
+def _width(words: Sequence[str], position: int) -> int:
+    """Return whether a flag of ``onebox run`` is one argument, or two with its value."""
+    word, following = words[position], words[position + 1] if position + 1 < len(words) else ""
+    return 1 if "=" in word or word in _BARE or _is_bare_recover(word, following) else 2
+
+
 def _without_script(arguments: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
     """Split the arguments into those of ``onebox`` and, for ``onebox run``, the script with its own."""
     words = list(arguments)
@@ -212,7 +232,7 @@ def _without_script(arguments: Sequence[str]) -> tuple[list[str], tuple[str, ...
             return words[:position], tuple(words[position + 1 :])
         if word == "-m" or not word.startswith("-"):
             return words[:position], tuple(words[position:])
-        position += 1 if "=" in word or word in _BARE else 2
+        position += _width(words, position)
     return words, ()
 
 
@@ -226,7 +246,7 @@ def _as_run(words: Sequence[str]) -> list[str]:
     flags = {f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(RunConfig)}
     position = 0
     while position < len(words) and words[position].partition("=")[0].replace("_", "-") in flags:
-        position += 1 if "=" in words[position] or words[position] in _BARE else 2
+        position += _width(words, position)
     own, rest = list(words[:position]), list(words[position:])
     if rest and rest[0] in (*HELP, HELP_ALL):
         print(_TORCHRUN_HELP.rstrip())

@@ -328,7 +328,6 @@ class Pool:
             UsageError: As :meth:`form_group`.
             OneboxError: The pool is broken; some members may have received the request.
         """
-        self.require_owner()
         group = number
         require_devices(workers, len(self))
         links = [outgoing(self.links, workers, rank) for rank in range(len(workers))]
@@ -346,7 +345,7 @@ class Pool:
         def form(group: int) -> list[Future[WorkerReply]]:
             self._client_loop.form(group, workers)
             return [
-                self._client_loop.post(
+                self.post(
                     worker,
                     [
                         FormGroup(

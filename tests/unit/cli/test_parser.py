@@ -409,3 +409,24 @@ def test_a_flag_takes_values_of_one_kind_in_all_commands() -> None:
         for field in dataclasses.fields(options):
             kinds.setdefault(field.name, set()).add(field.type in ("Flag", Flag))
     assert not [name for name, found in kinds.items() if len(found) > 1]
+
+
+@pytest.mark.parametrize(
+    ("line", "recovers", "script"),
+    [
+        ("run --recover train.py", True, ("train.py",)),
+        ("run --recover on train.py", True, ("train.py",)),
+        ("run --recover=off train.py", False, ("train.py",)),
+        ("run --recover --pool cpu*2 -m package.train --recover", True, ("-m", "package.train", "--recover")),
+        ("run train.py --recover", None, ("train.py", "--recover")),
+        ("run --recover auto --uneven train.py", None, ("train.py",)),
+    ],
+)
+def test_recover_needs_no_value(line: str, recovers: bool | None, script: tuple[str, ...]) -> None:
+    config = parse(line.split())
+    assert isinstance(config, RunConfig)
+    assert config.recovers is recovers
+    assert config.script == script
+    assert isinstance(trained := parse(["train", "--model", "mlp", "--recover"]), TrainConfig)
+    assert trained.recover == "on"
+    assert parse(["torchrun", "--recover", "--nproc-per-node", "2", "train.py"]).recovers  # type: ignore[union-attr]

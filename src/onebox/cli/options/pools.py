@@ -113,9 +113,8 @@ class RunConfig(PoolOptions):
         pool: Devices: auto, or a list such as cuda:0,cuda:1 or cpu*2; of other machines, such as lab1,lab2/cuda:0; a
             Ray cluster, ray; a file NAME.toml; emulated ones: cpu@0.5.
         synchronous: Wait for each operator, so that an error is raised at its own line; slow, for debugging.
-        recover: Let the script survive the loss of workers: they are replaced, and what ran since the last snapshot
-            runs again. With devices of other machines it is so without this.
-        no_recover: End the script with an error when a worker is lost, also with devices of other machines.
+        recover: Whether the script survives the loss of workers, which are replaced, and what ran since the last
+            snapshot runs again: auto (with devices of other machines), on, as without a value, or off.
         recover_memory: The most memory of this process for that, such as 2GiB; a quarter of the machine's without it.
         equal_shares: Let nn.DataParallel divide batches equally, and not by the speed of the devices.
         uneven: Give ranks with a DistributedSampler batches by the measured speed of their devices, and weight their
@@ -136,8 +135,7 @@ class RunConfig(PoolOptions):
 
     pool: PoolSpec = "auto"
     synchronous: Flag = False
-    recover: Flag = False
-    no_recover: Flag = False
+    recover: Literal["auto", "on", "off"] = "auto"
     recover_memory: Bytes = None
     equal_shares: Flag = False
     uneven: Flag = False
@@ -150,15 +148,15 @@ class RunConfig(PoolOptions):
         super().__post_init__()
         not_negative(stop_within=self.stop_within)
         check_page(page=self.page, port=self.page_port)
-        if self.no_recover and (self.recover or self.recover_memory is not None):
-            raise UsageError("--no-recover contradicts --recover, and --recover-memory is for that: leave one out")
+        if self.recover == "off" and self.recover_memory is not None:
+            raise UsageError("--recover-memory is for scripts that recover; --recover is off")
         if self.recover_memory is not None:
             parse_size("--recover-memory", self.recover_memory)
 
     @property
     def recovers(self) -> bool | None:
         """Whether the script survives the loss of workers; ``None`` where the environment and the devices say so."""
-        return True if self.recover else False if self.no_recover else None
+        return {"auto": None, "on": True, "off": False}[self.recover]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import errno
 import math
-import os
 import tempfile
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -89,8 +88,9 @@ class SpillFile:
             if self.size_bytes + len(view) > self.most_bytes:
                 raise OSError(errno.ENOSPC, f"more than {self.most_bytes} bytes")
             start = self.size_bytes
+            self._file.seek(start)
             while len(view):
-                written = os.pwrite(self._file.fileno(), view, self.size_bytes)
+                written = self._file.write(view)
                 self.size_bytes += written
                 view = view[written:]
             kept.append(SpilledFrame(start, self.size_bytes - start))
@@ -102,7 +102,8 @@ class SpillFile:
 
     def _read(self, frame: SpilledFrame) -> bytes:
         assert self._file is not None
-        made = os.pread(self._file.fileno(), frame.size_bytes, frame.start)
+        self._file.seek(frame.start)
+        made = self._file.read(frame.size_bytes)
         if len(made) != frame.size_bytes:
             raise OSError(errno.EIO, "a file of this process has lost what was written to it")
         return made
@@ -110,7 +111,7 @@ class SpillFile:
     def empty(self) -> None:
         """Give its room back."""
         if self._file is not None and self.size_bytes:
-            os.ftruncate(self._file.fileno(), 0)
+            self._file.truncate(0)
             self.size_bytes = 0
 
     def close(self) -> None:
