@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError, wait
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import psutil
 
@@ -46,6 +46,9 @@ SHARE = 0.02
 
 LEAST_S = 1.0
 """Least time between two snapshots."""
+
+LOCAL_BPS = 1e9
+"""Bytes per second at which a snapshot of workers of this machine is taken for copied once more."""
 
 FULL = 0.5
 """Part of its room in memory that the log takes before what is uploaded goes to a file."""
@@ -114,6 +117,9 @@ class RecoverablePool(Protocol):
     def recoveries(self) -> int:
         """Number of recoveries so far."""
 
+    def near(self, worker: int) -> bool:
+        """Return whether a worker is of this machine."""
+
     def new_number(self) -> int:
         """Return an unused number."""
 
@@ -150,6 +156,22 @@ class ScriptGroup:
         return all(future.done() for future in self.futures)
 
 
+class AskedSnapshot(NamedTuple):
+    """A snapshot whose parts have been asked for.
+
+    Args:
+        messages: The messages of the log that precede it.
+        replies: The reply of each worker.
+        places: For each worker the buffer of each generator's state.
+        begin_s: The time.
+    """
+
+    messages: int
+    replies: Mapping[int, Future[WorkerReply]]
+    places: Mapping[int, Mapping[int, int]]
+    begin_s: float
+
+
 class Snapshot:
     """Copies of what streams have on each worker.
 
@@ -183,7 +205,7 @@ class StreamRecovery:
         self._groups: dict[int, ScriptGroup] = {}
         self._numbers: dict[int, int] = {}  # the present number of each group that has another one
         self._snapshot: Snapshot | None = None
-        self._asked: tuple[int, int, dict[int, Future[WorkerReply]], dict[int, dict[int, int]]] | None = None
+        self._asked: AskedSnapshot | None = None
         self._next_s = time.monotonic() + LEAST_S
         self._seen = pool.recoveries
         self._parted: OneboxError | None = None
@@ -261,6 +283,12 @@ class StreamRecovery:
                 self._log.balance.leave(group)
                 self._forget(0)
         return number
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of this process's memory that the snapshot and the log take, and of the file."""
+        own = self._snapshot.size_bytes if self._snapshot is not None else 0
+        return own + self._log.size_bytes + self._log.spill.size_bytes
 
     def close(self) -> None:
         """End the thread. Idempotent."""
@@ -392,15 +420,12 @@ class StreamRecovery:
             except OneboxError:
                 self._lost.set()
                 return
-        self._asked = self._round, len(self._log.messages), asked, places
+        self._asked = AskedSnapshot(len(self._log.messages), asked, places, time.monotonic())
 
     def _collect(self) -> None:
         """Take note of a snapshot whose parts have come, and forget what came before it."""
         assert self._asked is not None
-        round_number, count, asked, places = self._asked
-        if round_number != self._round:
-            self._asked = None
-            return
+        count, asked, places, begin_s = self._asked
         if not all(future.done() for future in asked.values()):
             return
         self._asked = None
@@ -418,8 +443,12 @@ class StreamRecovery:
         took_s = max((sum(part.took_ns for part in parts) / 1e9 for parts, _, _ in copies.values()), default=0.0)
         self.snapshots += 1
         self.snapshot_s += took_s
-        self._next_s = time.monotonic() + max(LEAST_S, took_s / SHARE)
         found = Snapshot(copies)
+        now_s = time.monotonic()
+        cost_s = took_s + found.size_bytes / LOCAL_BPS
+        if not all(map(self._pool.near, copies)):  # its bytes delay what else comes over the network
+            cost_s = max(cost_s, now_s - begin_s)
+        self._next_s = now_s + max(LEAST_S, cost_s / SHARE)
         if found.size_bytes > self.budget_bytes:
             if not self._paused:
                 self._pause(f"a snapshot of {size_text(found.size_bytes)}")
