@@ -90,6 +90,10 @@ def optimizer_trials(name: str, dtype: torch.dtype, seed: int) -> Iterator[Trial
                 if implementation == "differentiable" and given.kwargs.get("capturable"):
                     continue  # PyTorch's tests do not combine them
                 kwargs = dict(given.kwargs) | ({implementation: True} if implementation else {})
+                if implementation == "differentiable" and "foreach" in info.supported_impls:
+                    kwargs["foreach"] = (
+                        False  # PyTorch's SGD takes it where a device has it, and cannot differentiate it
+                    )
                 run = functools.partial(_run_optimizer, info, kwargs, dtype, seed)
                 yield Trial(name=f"{given.desc} {implementation or ''}".strip(), run=run, seed=seed)
 
