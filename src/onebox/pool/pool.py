@@ -297,7 +297,7 @@ class Pool:
         """
         group = self.new_number()
         try:
-            answers = raise_first(self.begin_group(workers, via, number=group))
+            answers = raise_first(self.begin_group(workers, via, number=group, scripts=True))
         except BaseException:
             with contextlib.suppress(OneboxError):
                 self.leave_group(group, workers)
@@ -313,6 +313,7 @@ class Pool:
         number: int,
         aside: bool = False,
         tagged: bool = False,
+        scripts: bool = False,
     ) -> list[Future[WorkerReply]]:
         """Start to form a group without waiting for it; for its members and way see :meth:`form_group`.
 
@@ -320,6 +321,7 @@ class Pool:
             number: Its number, from :meth:`new_number`.
             aside: Whether it is for background transfers between host memories.
             tagged: Whether its messages must match by channel, which those of NCCL do not.
+            scripts: Whether it is a script's, so that a recovery forms it anew.
 
         Returns:
             Futures of its members' replies, for :meth:`note_group`; where one fails, the group has to be left.
@@ -358,7 +360,8 @@ class Pool:
             ]
 
         with self.order:
-            asked = form(group) if self._streams is None else self._streams.begin_group(group, workers, form)
+            streams = self._streams if scripts else None
+            asked = form(group) if streams is None else streams.begin_group(group, workers, form)
             self._forming[group] = asked
         return asked
 

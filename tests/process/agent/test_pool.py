@@ -108,6 +108,19 @@ def test_tensors_go_from_host_to_host(pool: Pool) -> None:
     assert y_BD.cpu().tolist() == [[0, 2, 6], [12, 20, 30]]
 
 
+@pytest.mark.feature("Virtual devices: A script survives the loss of its workers")
+def test_a_script_over_two_agents_survives_their_workers_unasked(hosts: tuple[Host, Host]) -> None:
+    with onebox.open(f"{hosts[0].address}/cpu,{hosts[1].address}/cpu", threads=1) as own:
+        total = torch.arange(6.0, device="vgpu:0")
+        for step in range(6):
+            total = (total.to("vgpu:1") * 2 + step).to("vgpu:0")
+            if step in (2, 4):
+                os.kill(own.process_ids[step // 4], signal.SIGKILL)
+        assert total.tolist() == [64.0 * k + 57 for k in range(6)]
+        assert own.script_recovery is not None
+        assert own.script_recovery.recoveries >= 1
+
+
 def test_workers_of_two_agents_share_no_memory_though_they_are_on_one_machine(pool: Pool) -> None:
     torch.ones(256, 256, device="vgpu:0").to("vgpu:1").sum().item()
     for process in pool.process_ids[:2]:

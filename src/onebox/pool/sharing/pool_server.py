@@ -216,7 +216,9 @@ class _Child(MessageStream):
         self._forming.append((worker, number))
         if len(self._forming) == form.size:
             members, self._forming = self._forming, []
-            futures = self._pool.begin_group([worker for worker, _ in members], "workers", number=form.group)
+            futures = self._pool.begin_group(
+                [worker for worker, _ in members], "workers", number=form.group, scripts=True
+            )
             for member, future in zip(members, futures, strict=True):
                 future.add_done_callback(partial(self._replied, *member))
 

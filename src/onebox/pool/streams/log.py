@@ -43,13 +43,18 @@ def stream_end(number: int) -> int:
 
 
 def is_stream(instructions: Sequence[Instruction]) -> bool:
-    """Return whether a message is a script's: part of its stream, the end of it, or a question."""
-    return all(isinstance(each, Ask) for each in instructions) or isinstance(instructions[0], StreamHeader | FreeRange)
+    """Return whether a message may be a script's: part of its stream, the end of it, or a question about memory."""
+    first = instructions[0] if instructions else None
+    return isinstance(first, StreamHeader | FreeRange) or all(map(_is_measurement, instructions))
 
 
 def is_measurement(instructions: Sequence[Instruction]) -> bool:
     """Return whether the reply to a message may differ when it is sent again: bytes in use, or a time."""
-    return any(isinstance(each, Ask) and each.about in _MEASURED for each in instructions)
+    return any(map(_is_measurement, instructions))
+
+
+def _is_measurement(instruction: Instruction) -> bool:
+    return isinstance(instruction, Ask) and instruction.about in _MEASURED
 
 
 class SpilledFrame(NamedTuple):

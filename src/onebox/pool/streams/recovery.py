@@ -24,7 +24,6 @@ from onebox.pool.devices import DeviceInfo
 from onebox.pool.errors import fail
 from onebox.pool.recovery import RecoveryReport
 from onebox.pool.streams.log import (
-    SPAN,
     LoggedMessage,
     MessageLog,
     SpillFile,
@@ -35,7 +34,7 @@ from onebox.pool.streams.log import (
 )
 from onebox.sizes import parse_budgets, size_text
 from onebox.wire import KernelSpec, SlotArgument, Strided, TensorSpec, encode
-from onebox.wire.protocol.eager import CopyBuffers, KeepGenerator, Perform, SetGenerator
+from onebox.wire.protocol.eager import CopyBuffers, KeepGenerator, Perform, SetGenerator, StreamHeader
 from onebox.wire.protocol.groups import LeaveGroup
 from onebox.wire.protocol.instructions import Free
 from onebox.wire.protocol.requests import FreeRange, Instruction, Put
@@ -201,6 +200,7 @@ class StreamRecovery:
         """Seconds that workers have spent on snapshots."""
         free_bytes = shutil.disk_usage(tempfile.gettempdir()).free
         self._log = MessageLog(SpillFile(min(DISK * budget_bytes, free_bytes // DISK)))
+        self._used = False  # by a script
         self._unanswered: set[Future[WorkerReply]] = set()
         self._groups: dict[int, ScriptGroup] = {}
         self._numbers: dict[int, int] = {}  # the present number of each group that has another one
@@ -230,7 +230,8 @@ class StreamRecovery:
         Raises:
             OneboxError: The pool is closed, or could not be recovered.
         """
-        if not is_stream(instructions):  # a trainer's, which recovers by itself
+        self._used = self._used or (bool(instructions) and isinstance(instructions[0], StreamHeader))
+        if not (self._used and is_stream(instructions)):  # a trainer's, which recovers by itself
             return self._post(worker, regrouped(instructions, self._numbers), frames, answer=answer)
         future: Future[WorkerReply] = Future()
         if not answer:
@@ -261,8 +262,6 @@ class StreamRecovery:
             form: Begins to form it.
         """
         with self._lock:
-            if not self._log.count and group < SPAN:  # a trainer's
-                return form(group)
             made = self._groups[group] = ScriptGroup(workers, form, group)
             self._log.balance.form(group, workers)
             if not self._recovering:

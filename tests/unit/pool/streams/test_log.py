@@ -47,6 +47,7 @@ def test_a_stream_ends_where_the_numbers_of_its_process_do() -> None:
         ([StreamHeader(FIRST_BUFFER, 1), Free((7,))], True),
         ([FreeRange(SPAN, 2 * SPAN)], True),
         ([Ask("memory")], True),
+        ([Ask("scalars", (3,))], False),
         ([], True),
         ([Run(3)], False),
         ([LeaveGroup(4)], False),
