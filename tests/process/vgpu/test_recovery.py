@@ -302,7 +302,6 @@ def _is_worker(process: psutil.Process) -> bool:
         return False
 
 
-@pytest.mark.feature("Virtual devices: A script survives the loss of its workers")
 def test_ranks_whose_workers_are_killed_have_the_same_bits(tmp_path: Path) -> None:
     script = tmp_path / "ranks.py"
     script.write_text(RANKS)
