@@ -22,6 +22,7 @@ from onebox.pool.sharing.message_stream import MessageStream
 from onebox.pool.sharing.messages import Claim
 from onebox.pool.streams.log import SPAN
 from onebox.wire import TensorSpec, encode
+from onebox.wire.protocol.eager import CopyBuffers
 from onebox.wire.protocol.groups import FormGroup, Rendezvous, TicketCancelled
 from onebox.wire.protocol.instructions import Free, Get
 from onebox.wire.protocol.requests import Envelope, FreeRange, Put, ReadClock, Shutdown
@@ -511,6 +512,7 @@ def test_what_is_no_request_ends_its_child_alone(server: PoolServer, caplog: pyt
     [
         Shutdown(),
         FreeRange(0, 1 << 60),
+        CopyBuffers(0, 1 << 60),
         Rendezvous(1, (b"",)),
         TicketCancelled(1),
         ReadClock(1),

@@ -23,6 +23,7 @@ from onebox.pool.sharing.messages import ENVELOPES, ChildEnvelope, Claim, Welcom
 from onebox.pool.streams.log import SPAN
 from onebox.wire import encode
 from onebox.wire.protocol.codec import decode
+from onebox.wire.protocol.eager import CopyBuffers
 from onebox.wire.protocol.groups import FormGroup, LeaveGroup, Reduced, Rendezvous, TicketCancelled
 from onebox.wire.protocol.instructions import Ask, Free
 from onebox.wire.protocol.requests import FreeRange, ReadClock, Shutdown
@@ -43,7 +44,17 @@ _LOOK_S = 0.05
 _AGAIN_S = 0.2
 """Interval of letting in a child when no file descriptor is left."""
 
-_NOT_FORWARDED = {Claim, FormGroup, Rendezvous, Reduced, TicketCancelled, FreeRange, ReadClock, Shutdown}
+_NOT_FORWARDED = {
+    Claim,
+    CopyBuffers,
+    FormGroup,
+    Rendezvous,
+    Reduced,
+    TicketCancelled,
+    FreeRange,
+    ReadClock,
+    Shutdown,
+}
 """Instructions that only this process sends to workers, or that are for itself."""
 
 _UNHINDERED = {Free, LeaveGroup}
