@@ -21,6 +21,7 @@ WITHIN_S = 240.0
 SIGNALS = (signal.SIGKILL, signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP)
 """What a worker gets: mostly its end; one that is stopped is noticed by its silence, after some seconds."""
 
+_STEP = re.compile(r"STEP (\d+)")
 _TAKEN = re.compile(r"has taken its place after ([\d.]+) s")
 
 
@@ -94,7 +95,7 @@ def run(name: str, losses: list[Loss]) -> Outcome:
             for line in process.stdout:
                 if line.startswith("BITS"):
                     bits.append(line.strip())
-                elif line.startswith("STEP") and left and int(line.split()[1]) >= left[0].step:
+                elif left and (step := _STEP.fullmatch(line.strip())) and int(step[1]) >= left[0].step:
                     loss = left.pop(0)
                     time.sleep(loss.delay_s)
                     sent += _signal(process.pid, loss)

@@ -19,10 +19,16 @@ STEPS = 80
 READ_EVERY = 4
 
 
+def say(line: str) -> None:
+    """Write a line at once, beside those of other ranks."""
+    sys.stdout.flush()
+    os.write(1, f"{line}\n".encode())
+
+
 def steps() -> Iterator[int]:
     """Yield the numbers of the steps, and print each."""
     for number in range(STEPS):
-        print("STEP", number, flush=True)
+        say(f"STEP {number}")
         yield number
 
 
@@ -31,7 +37,7 @@ def tell(tensors: Iterable[Tensor]) -> None:
     made = hashlib.blake2b(digest_size=16)
     for tensor in tensors:
         made.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-    print("BITS", made.hexdigest(), flush=True)
+    say(f"BITS {made.hexdigest()}")
 
 
 def batch(generator: torch.Generator, samples: int = 32) -> tuple[Tensor, Tensor]:
@@ -130,7 +136,7 @@ def lora() -> None:
 
     class Told(TrainerCallback):  # type: ignore[misc]
         def on_step_begin(self, arguments: object, state: object, control: object, **_: object) -> None:
-            print("STEP", state.global_step, flush=True)  # type: ignore[attr-defined]
+            say(f"STEP {state.global_step}")  # type: ignore[attr-defined]
 
     config = GPT2Config(vocab_size=64, n_positions=16, n_embd=32, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0)
     adapters = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["c_attn"], lora_dropout=0.1)

@@ -334,7 +334,7 @@ def begin(devices: int, records: int = 1 << 16) -> None:
     torch._register_device_module("vgpu", module)
     sys.modules["torch.vgpu"] = module
     DEVICE.set_device_count(devices)
-    DEVICE.handle(missed, lambda queue: WORKER.flush(queue.index), lambda queue: None, GENERATORS)
+    DEVICE.handle(missed, lambda queue: WORKER.flush(queue.index), lambda queue: None, GENERATORS, None)
     DEVICE.register_kernels(sorted(SHAPED_BY_FLOATS))
     for index in range(devices):
         opened(index, FIRST, records)
