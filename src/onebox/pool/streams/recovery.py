@@ -246,11 +246,12 @@ class StreamRecovery:
             self._append(message)
             if self._paused and self._asked is None:
                 self._forget(len(self._log.messages))
-            if self._pool.recoveries != self._seen:  # a trainer's
-                self._lost.set()
-            elif not self._recovering:
-                self._send(message, frames)
-                self._look()
+            if not self._recovering:
+                if self._pool.recoveries != self._seen:  # a trainer has replaced workers
+                    self._lost.set()
+                else:
+                    self._send(message, frames)
+                    self._look()
         return future
 
     def begin_group(self, group: int, workers: Sequence[int], form: Form) -> list[Future[WorkerReply]]:
@@ -505,22 +506,24 @@ class StreamRecovery:
             report = self._pool.recover_workers(seen=self._seen)
             self._seen = report.number
             lost |= report.lost
+            if self._parted is not None:
+                raise self._parted
             if report.gone:
                 raise report.lost[report.gone[0]]
             if self._paused:
-                raise next(iter(lost.values()))
+                raise next(iter(lost.values()), PoolError("workers were lost while the recovery of scripts paused"))
             with self._pool.order, self._lock:
                 self._round += 1
+                self.recoveries += 1  # before any reply lets the script go on
+                count = len(self._log.messages)
                 try:
                     self._restore()
-                    count = len(self._log.messages)
                     for message in self._log.messages:
                         self._send(message, self._log.spill.frames(message.frames))
                 except WorkerError:
                     self._lost.set()
                 if self._lost.is_set() or self._pool.broken:
                     continue
-                self.recoveries += 1
                 self._recovering = False
             said = "; ".join(str(error).partition("\n")[0] for error in lost.values()) or "workers were replaced"
             _LOG.warning(
