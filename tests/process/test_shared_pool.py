@@ -20,7 +20,7 @@ from onebox.pool import Pool
 from onebox.pool.sharing import AttachedPool, PoolServer, pool_server
 from onebox.pool.sharing.message_stream import MessageStream
 from onebox.pool.sharing.messages import Claim
-from onebox.pool.streams.log import SPAN
+from onebox.pool.streams.message_log import SPAN
 from onebox.wire import TensorSpec, encode
 from onebox.wire.protocol.eager import CopyBuffers
 from onebox.wire.protocol.groups import FormGroup, Rendezvous, TicketCancelled

@@ -22,7 +22,8 @@ CAUSE_S = 1.0
 """How long a worker's error about a lost peer is held back for the cause of that peer's end."""
 
 AFTERWARDS = (
-    "open another pool and resume from the last checkpoint; a trainer with recovery=onebox.Recovery() goes on by itself"
+    "open another pool and resume from the last checkpoint; a trainer with recovery=onebox.Recovery() goes on by "
+    "itself, and so does a script under onebox run --recover"
 )
 """Advice after the end of a worker."""
 

@@ -34,8 +34,8 @@ from onebox.pool.network.profile import measure_pool, profile_key, renew_links
 from onebox.pool.network.transport_paths import explain_unshared, shares_memory
 from onebox.pool.reclaim import Reclaimer
 from onebox.pool.recovery import PATIENCE_S, RecoveryReport, recover_workers
-from onebox.pool.streams.log import FIRST_BUFFER
-from onebox.pool.streams.recovery import StreamRecovery
+from onebox.pool.streams.message_log import FIRST_BUFFER
+from onebox.pool.streams.stream_recovery import StreamRecovery
 from onebox.pool.topology_view import places_of, pool_html
 from onebox.wire import dtype_name
 from onebox.wire.protocol.eager import DefaultType
@@ -254,7 +254,7 @@ class Pool:
 
     @property
     def script_recovery(self) -> StreamRecovery | None:
-        """What lets scripts survive the loss of workers, if they do."""
+        """The recovery of scripts after the loss of workers; ``None`` where they do not survive it."""
         return self._streams
 
     def require_owner(self) -> None:

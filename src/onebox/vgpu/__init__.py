@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from onebox.pool import Pool, open_pool
 from onebox.pool.network.emulated import LinkMap
-from onebox.pool.streams.recovery import recovery_budget
+from onebox.pool.streams.stream_recovery import recovery_budget
 from onebox.sizes import Memory
 from onebox.trainer_options import require_bool
 from onebox.vgpu.cuda_alias import alias_cuda

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import onebox
 from onebox.errors import PoolError, UsageError, WorkerDied
-from onebox.pool.streams import recovery
+from onebox.pool.streams import stream_recovery as recovery
 from tests.kit.waiting import until
 
 STEPS = 12

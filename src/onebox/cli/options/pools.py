@@ -155,7 +155,7 @@ class RunConfig(PoolOptions):
 
     @property
     def recovers(self) -> bool | None:
-        """Whether the script survives the loss of workers; ``None`` where the environment and the devices say so."""
+        """True if the script survives the loss of workers; ``None`` where the environment and the devices say so."""
         return {"auto": None, "on": True, "off": False}[self.recover]
 
 

@@ -20,7 +20,7 @@ from onebox.pool.launch.socket_folder import SocketFolder
 from onebox.pool.pool import Pool
 from onebox.pool.sharing.message_stream import MessageStream, close_in_forks
 from onebox.pool.sharing.messages import ENVELOPES, ChildEnvelope, Claim, Welcome, failed
-from onebox.pool.streams.log import SPAN
+from onebox.pool.streams.message_log import SPAN
 from onebox.wire import encode
 from onebox.wire.protocol.codec import decode
 from onebox.wire.protocol.eager import CopyBuffers

@@ -68,7 +68,7 @@ class Mark:
 
 
 class _Mode:
-    """What is known of one kind of forward passes, such as those of training.
+    """The state of one kind of forward passes, such as those of training.
 
     Args:
         count: Number of devices.

@@ -15,7 +15,7 @@ import torch
 from onebox.errors import OneboxError, PoolError, UsageError
 from onebox.pool import Pool, open_pool
 from onebox.pool.sharing import AttachedPool, parent_address
-from onebox.pool.streams.recovery import recovery_budget
+from onebox.pool.streams.stream_recovery import recovery_budget
 from onebox.portable import after_fork_in_child
 from onebox.vgpu import native
 from onebox.vgpu.runtime.command_queue import CommandQueue, IdleFlusher

@@ -23,7 +23,7 @@ from onebox.pool.client.connection import WorkerReply
 from onebox.pool.devices import DeviceInfo
 from onebox.pool.errors import fail
 from onebox.pool.recovery import RecoveryReport
-from onebox.pool.streams.log import (
+from onebox.pool.streams.message_log import (
     LoggedMessage,
     MessageLog,
     SpillFile,
@@ -171,7 +171,7 @@ class AskedSnapshot(NamedTuple):
     begin_s: float
 
 
-class Snapshot:
+class StreamSnapshot:
     """Copies of what streams have on each worker.
 
     Args:
@@ -204,7 +204,7 @@ class StreamRecovery:
         self._unanswered: set[Future[WorkerReply]] = set()
         self._groups: dict[int, ScriptGroup] = {}
         self._numbers: dict[int, int] = {}  # the present number of each group that has another one
-        self._snapshot: Snapshot | None = None
+        self._snapshot: StreamSnapshot | None = None
         self._asked: AskedSnapshot | None = None
         self._next_s = time.monotonic() + LEAST_S
         self._seen = pool.recoveries
@@ -443,7 +443,7 @@ class StreamRecovery:
         took_s = max((sum(part.took_ns for part in parts) / 1e9 for parts, _, _ in copies.values()), default=0.0)
         self.snapshots += 1
         self.snapshot_s += took_s
-        found = Snapshot(copies)
+        found = StreamSnapshot(copies)
         now_s = time.monotonic()
         cost_s = took_s + found.size_bytes / LOCAL_BPS
         if not all(map(self._pool.near, copies)):  # its bytes delay what else comes over the network

@@ -147,13 +147,13 @@ class LoggedMessage:
 
     @property
     def size_bytes(self) -> int:
-        """What it takes of this process's memory."""
+        """Bytes that it takes of this process's memory."""
         return MESSAGE_BYTES + sum([len(frame) for frame in self.frames])
 
 
 @dataclass(slots=True)
 class WorkerState:
-    """What a worker has of scripts besides buffers.
+    """The definitions, the default type and the streams that a worker has of scripts.
 
     Attributes:
         definitions: Definitions by number, in the order in which they were made.
@@ -226,7 +226,7 @@ class WorkerState:
 
 
 class Balance:
-    """What streams have sent to each other and not yet asked for, or the other way round.
+    """The transfers and collectives of which only some members know yet.
 
     Transfers are counted by group, sender, receiver and channel; collectives by group and worker.
     """

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from onebox.pool.streams.log import (
+from onebox.pool.streams.message_log import (
     FIRST_BUFFER,
     MESSAGE_BYTES,
     SPAN,
