@@ -19,7 +19,7 @@ SLICE_S = 0.2
 """Ctrl-C always ends a wait for workers within this time."""
 
 CAUSE_S = 1.0
-"""How long a worker's error about a lost peer is held back for the cause of that peer's end."""
+"""How long a worker's error about a lost peer is held back at least for the cause of that peer's end."""
 
 AFTERWARDS = (
     "open another pool and resume from the last checkpoint; a trainer with recovery=onebox.Recovery() goes on by "
@@ -162,7 +162,8 @@ class DelayedPeerErrors:
     _failed_s: float | None = None
 
     def complain(self, future: Future[Any], error: PeerLost, now_s: float) -> None:
-        """Fail a future because of a lost peer, as soon as the cause is known, or after :data:`CAUSE_S`."""
+        """Fail a future because of a lost peer, as soon as the cause is known, or is known not to be a lost worker; see
+        :meth:`release`."""
         if self._failed_s is not None and now_s - self._failed_s < CAUSE_S:
             fail(future, error)
         else:
@@ -179,12 +180,21 @@ class DelayedPeerErrors:
             fail(future, error)
         self._held.clear()
 
-    def release(self, now_s: float) -> None:
-        """Fail the futures that have waited long enough."""
-        for end_s, future, error in self._held:
-            if now_s >= end_s:
+    def release(self, now_s: float, silence_s: float = 0.0) -> None:
+        """Fail the futures that have waited for :data:`CAUSE_S`, and since which all workers have been heard: that the
+        host of a peer is gone is known after several seconds only.
+
+        Args:
+            now_s: The time.
+            silence_s: Time since the worker was heard that has been silent for the longest time.
+        """
+        heard_s = now_s - silence_s + CAUSE_S / 2  # a heartbeat from before the end may come after the error
+        held, self._held = self._held, []
+        for end_s, future, error in held:
+            if min(now_s, heard_s) >= end_s:
                 fail(future, error)
-        self._held = [held for held in self._held if now_s < held[0]]
+            else:
+                self._held.append((end_s, future, error))
 
 
 def fail(future: Future[Any], error: BaseException) -> None:

@@ -115,6 +115,16 @@ def test_a_complaint_does_not_wait_for_ever() -> None:
     complaints.ended(DIED)  # too late, and no second answer
 
 
+def test_a_complaint_waits_until_all_workers_have_been_heard_since() -> None:
+    complaints = DelayedPeerErrors()
+    future = future_of(complaints, 10.0)
+    complaints.release(12.0, silence_s=2.5)
+    complaints.release(14.0, silence_s=4.0)
+    assert not future.done(), "the one that is silent may be lost"
+    complaints.release(14.25, silence_s=0.25)
+    assert future.exception() is LOST
+
+
 def test_when_somebody_has_failed_by_itself_nobody_waits() -> None:
     complaints = DelayedPeerErrors()
     before = future_of(complaints, 10.0)

@@ -377,7 +377,8 @@ class ClientLoop:
         if now_s < self._next_check_s:
             return
         self._next_check_s = now_s + _TICK_MS / 2000
-        self._pending.release(now_s)
+        silences_s = [self._liveness.silence_s(worker, now_s) for worker in self._connections]
+        self._pending.release(now_s, max(silences_s, default=0.0))
         for worker, hosted in self._hosted.items():
             self._liveness.overhear(worker, hosted.heard_s)
         for worker in self._liveness.silent(now_s):

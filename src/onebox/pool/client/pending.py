@@ -133,6 +133,7 @@ class PendingReplies:
         for future in futures:
             fail(future, error)
 
-    def release(self, now_s: float) -> None:
-        """Fail the futures that were held back long enough for the cause of a peer's end."""
-        self._complaints.release(now_s)
+    def release(self, now_s: float, silence_s: float = 0.0) -> None:
+        """Fail the futures that were held back long enough for the cause of a peer's end; see
+        :class:`DelayedPeerErrors`."""
+        self._complaints.release(now_s, silence_s)
