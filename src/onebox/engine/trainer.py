@@ -235,8 +235,7 @@ class Trainer:
         self.clip_grad_norm, self.seed = clip_grad_norm, seed
         self.loss_reduction: LossReduction = loss_reduction
         self.pad, self.recovery, self.staging = pad, recovery, staging
-        self.lossy = checked_lossy(lossy)
-        self.engine = replace(engine, numerics=numerics)
+        self.lossy, self.engine = checked_lossy(lossy), replace(engine, numerics=numerics)
         self.extra: dict[str, Any] = _start.extra if _start else {}
         self._metrics = dict(metrics or {})
         by_default = plan is None and islands is None
@@ -328,6 +327,7 @@ class Trainer:
         self._provisional: TrainingSession | None = None
         """The run whose plan is only that of evaluations, until the first step."""
         self._closed = False
+        pool.trainers.add(self)
 
     def _islands_session(
         self,
@@ -1050,6 +1050,7 @@ class Trainer:
                 "step were" if lost == 1 else f"{lost} steps were",
             )
         self._closed = True
+        self.pool.trainers.discard(self)
         try:
             if keep:
                 self._end_save()

@@ -10,10 +10,9 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import entry_points
-from ipaddress import ip_address
 
 from onebox.errors import UsageError
-from onebox.pool.backends.agents.agent_socket import own_address
+from onebox.pool.backends.agents.agent_socket import address_towards
 from onebox.pool.backends.agents.agent_source import AgentSource, acquire_all, paired_agent
 from onebox.pool.backends.base import LOOPBACK, LocalWorker, WorkerHandle, WorkerSource, end_all
 from onebox.pool.client.loop import ClientLoop
@@ -121,7 +120,8 @@ def make_sources(
     agents = [part for part in parts if isinstance(part, AgentPart)]
     for agent in agents:
         paired_agent(agent.address)
-    address = _address_towards(agents) if len(parts) > len(agents) else LOOPBACK
+    mixed = 0 < len(agents) < len(parts)
+    address = address_towards([agent.address for agent in agents]) if mixed else LOOPBACK
     found: list[WorkerSource] = []
     for part in parts:
         if isinstance(part, RayPart):
@@ -157,13 +157,6 @@ def _round_trip_s(pool: Pool) -> float:
         raise_first([pool.post(worker, [Ask("memory")], answer=True) for worker in pool.present])
         took_s.append(time.monotonic() - begin_s)
     return min(took_s)
-
-
-def _address_towards(agents: Sequence[AgentPart]) -> str:
-    """Return the address at which workers of other hosts reach those of this one: that from which it reaches agents."""
-    addresses = [own_address(agent.address) for agent in agents]
-    outside = [address for address in addresses if not ip_address(address.partition("%")[0]).is_loopback]
-    return next(iter([*outside, *addresses]), LOOPBACK)
 
 
 def connect_pool(

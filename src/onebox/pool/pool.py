@@ -10,6 +10,7 @@ import math
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -34,6 +35,7 @@ from onebox.pool.network.profile import measure_pool, profile_key, renew_links
 from onebox.pool.network.transport_paths import explain_unshared, shares_memory
 from onebox.pool.reclaim import Reclaimer
 from onebox.pool.recovery import PATIENCE_S, RecoveryReport, recover_workers
+from onebox.pool.spare_workers import SpareWorkers
 from onebox.pool.streams.message_log import FIRST_BUFFER
 from onebox.pool.streams.stream_recovery import StreamRecovery
 from onebox.pool.topology_view import places_of, pool_html
@@ -91,7 +93,8 @@ class Pool:
         self.plain_links = plain_links
         """True if workers of different hosts send each other tensors without encryption, and over NCCL."""
         self._handles = list(handles)
-        self._sources = sources
+        self._sources = list(sources)
+        self._spares = SpareWorkers(self._sources)
         self._client_loop = client_loop
         self._forming: dict[int, list[Future[WorkerReply]]] = {}  # of groups that no member has left
         self.order = threading.RLock()
@@ -122,6 +125,10 @@ class Pool:
         self._streams: StreamRecovery | None = None
         self._reclaimer = Reclaimer(self._replace)
         self._excluded: set[int] = set()
+        self.trainers: weakref.WeakSet[object] = weakref.WeakSet()
+        """The open trainers on the pool, which plan for the devices as they are: none moves to another place then."""
+        self.moved: list[Callable[[], object]] = []
+        """Callbacks for when devices are others after a recovery."""
         self.closing: list[Callable[[], object]] = []
         """Callbacks for the closing of the pool, before its workers end."""
         self._opened_s = time.time()
@@ -549,7 +556,9 @@ class Pool:
         """
         return {worker: error for worker, (number, error) in [*self._losses.items()] if number > seen}
 
-    def recover_workers(self, *, seen: int | None = None, patience_s: float = PATIENCE_S) -> RecoveryReport:
+    def recover_workers(
+        self, *, seen: int | None = None, patience_s: float = PATIENCE_S, elsewhere: bool = False
+    ) -> RecoveryReport:
         """Recover from a loss: end the lost workers, restart them where possible, keep the others.
 
         The state of lost workers is gone, and so are their groups. Surviving workers keep theirs; instructions that
@@ -560,6 +569,7 @@ class Pool:
                 and none is missing now, they are reported and nothing is done. ``None`` for all.
             patience_s: How long a survivor may make no progress with its earlier work; one that exceeds it is lost,
                 too.
+            elsewhere: Whether workers whose hosts are gone are started in another place, unless there are trainers.
 
         Returns:
             A report of this recovery, and of those that the caller has not seen.
@@ -571,7 +581,7 @@ class Pool:
             seen = self._recoveries if seen is None else seen
             if self.broken or not self.losses(seen):
                 self._recoveries += 1
-                self._recover(patience_s)
+                self._recover(patience_s, elsewhere=elsewhere and not self.trainers)
             lost = self.losses(seen)
             return RecoveryReport(
                 number=self._recoveries,
@@ -580,19 +590,41 @@ class Pool:
                 gone=tuple(sorted(lost.keys() & self.gone)),
             )
 
-    def _recover(self, patience_s: float) -> None:
+    def _recover(self, patience_s: float, *, elsewhere: bool) -> None:
+        used_bytes: dict[int, int] = {}
+
         def note(worker: int, error: OneboxError) -> None:
             self._losses[worker] = self._recoveries, error
+            used_bytes.setdefault(worker, self._client_loop.memory.get(worker, WorkerMemory(0, 0, 0)).peak_bytes)
+
+        tried: set[int] = set()
+
+        def move(worker: int) -> tuple[WorkerHandle, str] | None:
+            made, failure = None, None
+            if worker not in tried:  # else its device fails as soon as it is used
+                tried.add(worker)
+                try:
+                    made = self._replace(worker)
+                except OneboxError as error:
+                    failure = error
+            made = made or self._spares.start(self.devices[worker], used_bytes[worker], self._client_loop.client_key)
+            if made is None and failure is not None:
+                raise failure
+            return made
 
         try:
+            replace = move if elsewhere else self._replace
             found = recover_workers(
-                self._client_loop, self._handles, self._replace, note, present=self.present, patience_s=patience_s
+                self._client_loop, self._handles, replace, note, present=self.present, patience_s=patience_s
             )
             for worker in found.devices:
                 self._default_types.pop(worker, None)
-            self.devices = tuple(found.devices.get(device.number, device) for device in self.devices)
+            devices = tuple(found.devices.get(device.number, device) for device in self.devices)
+            moved, self.devices = devices != self.devices, devices
             for source in self._sources:
                 source.connected()
+            for call in self.moved if moved else ():
+                call()
         finally:
             missing = self._client_loop.missing.keys()
             fresh = {worker for worker in missing - self.gone if isinstance(self._handles[worker], HostedWorker)}
@@ -674,7 +706,8 @@ class Pool:
         """Restart a worker by its source, where that is possible."""
         if worker in self._excluded:
             return None
-        for source in self._sources:
+        moved = self._spares.sources.get(worker)
+        for source in self._sources if moved is None else [moved]:
             made = (
                 source.replace(worker, self._client_loop.client_key) if isinstance(source, RestartableSource) else None
             )

@@ -358,9 +358,9 @@ def test_workers_die_while_they_copy_send_and_take_a_snapshot(
     start = LocalSource._start
     again = [("copying", 30), ("taking", 2), ("giving", 2)]  # of the workers that come in the places of others
 
-    def faulty(self: LocalSource, number: int, request: Any, key: str, folder: str, _: Any) -> Any:
+    def faulty(self: LocalSource, number: int, key: str, folder: str, _: Any) -> Any:
         faults = (Fault("kill", *again.pop()),) if again else ()
-        return start(self, number, request, key, folder, faults)
+        return start(self, number, key, folder, faults)
 
     monkeypatch.setattr(LocalSource, "_start", faulty)
     blow = Blow(worker=1, signal=signal.SIGKILL, step=2, delay_s=0.0)
@@ -481,8 +481,8 @@ def test_a_worker_that_dies_again_while_it_is_brought_back(
 ) -> None:
     start, again = LocalSource._start, [(Fault("kill", "write", 2),), (Fault("kill", "call", 3),)]
 
-    def faulty(self: LocalSource, number: int, request: Any, key: str, folder: str, _: Any) -> Any:
-        return start(self, number, request, key, folder, again.pop() if again else ())
+    def faulty(self: LocalSource, number: int, key: str, folder: str, _: Any) -> Any:
+        return start(self, number, key, folder, again.pop() if again else ())
 
     monkeypatch.setattr(LocalSource, "_start", faulty)
     found = run(pool, KINDS["workers"], [Blow(worker=1, signal=signal.SIGKILL, step=6, delay_s=0.0)])
@@ -520,9 +520,9 @@ def test_a_step_that_fails_a_device_each_time_is_an_error(monkeypatch: pytest.Mo
     """As one with a label out of bounds would."""
     start, starts = LocalSource._start, []
 
-    def faulty(self: LocalSource, number: int, request: Any, key: str, folder: str, _: Any) -> Any:
+    def faulty(self: LocalSource, number: int, key: str, folder: str, _: Any) -> Any:
         starts.append(number)
-        return start(self, number, request, key, folder, (Fault("device", "call", 3),))
+        return start(self, number, key, folder, (Fault("device", "call", 3),))
 
     monkeypatch.setattr(LocalSource, "_start", faulty)
     with (

@@ -217,8 +217,8 @@ def test_a_worker_that_is_lost_again_and_again_is_one_error_and_the_checkpoint_i
 ) -> None:
     begin = LocalSource._start
 
-    def sickly(self: LocalSource, number: int, request: Any, key: str, folder: str, _: Any) -> Any:
-        return begin(self, number, request, key, folder, (Fault("kill", "define", 1),))
+    def sickly(self: LocalSource, number: int, key: str, folder: str, _: Any) -> Any:
+        return begin(self, number, key, folder, (Fault("kill", "define", 1),))
 
     # The plan leaves the second worker idle, so that it keeps the snapshots of the first.
     with open_pool("cpu*2", threads=1) as pool, trainer_on(pool, staged(((0,),))) as trainer:

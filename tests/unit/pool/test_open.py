@@ -13,7 +13,7 @@ from onebox import Link
 from onebox.errors import PoolError, UsageError
 from onebox.pool import open as opening
 from onebox.pool.backends import local
-from onebox.pool.backends.agents import agent_source
+from onebox.pool.backends.agents import agent_socket, agent_source
 from onebox.pool.backends.agents.agent_source import AgentSource, client_name
 from onebox.pool.backends.agents.remote_worker import RemoteWorker
 from onebox.pool.backends.local import LocalSource
@@ -33,7 +33,7 @@ def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for address in ("lab-1:7171", "lab-2:7272"):
         remember_agent(KnownAgent(address, new_keys().public, "lab"))
     addresses = {"lab-1": "127.0.0.1", "lab-2:7272": "192.0.2.9"}
-    monkeypatch.setattr(opening, "own_address", addresses.__getitem__)
+    monkeypatch.setattr(agent_socket, "own_address", addresses.__getitem__)
     yield
 
 

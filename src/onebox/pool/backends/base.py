@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from onebox.errors import WorkerDied
@@ -111,6 +112,43 @@ class RestartableSource(Protocol):
         """
 
 
+@dataclass(frozen=True, kw_only=True)
+class SpareRequest:
+    """A worker in the place of one whose own device has none any more.
+
+    Args:
+        number: Its number in the pool.
+        kind: The kind of its device: ``cpu``, ``cuda`` or another one.
+        threads: Threads that its CPU operators may use.
+        memory_bytes: The most bytes of its buffers.
+        used_bytes: Bytes that the buffers of the lost one have taken.
+    """
+
+    number: int
+    kind: str
+    threads: int
+    memory_bytes: int
+    used_bytes: int
+
+
+class SpareSource(WorkerSource, Protocol):
+    """A source that can start workers in the place of those of other hosts, within what it may use."""
+
+    def spare(self, request: SpareRequest, client_key: str) -> tuple[WorkerHandle, str]:
+        """Start a worker, or request its start; from then on the source replaces it, too.
+
+        Args:
+            request: The worker.
+            client_key: The public CURVE key that it accepts.
+
+        Returns:
+            The worker with its own public key, its sockets perhaps not bound yet.
+
+        Raises:
+            OneboxError: There is no room for it, or it could not be started.
+        """
+
+
 def end_all(handles: Sequence[WorkerHandle], *, grace_s: float) -> None:
     """End workers.
 
@@ -133,6 +171,8 @@ __all__ = [
     "HostedWorker",
     "LocalWorker",
     "RestartableSource",
+    "SpareRequest",
+    "SpareSource",
     "WorkerHandle",
     "WorkerSource",
     "end_all",

@@ -5,16 +5,38 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
-from onebox.pool.backends.base import LOOPBACK, WorkerHandle, end_all
-from onebox.pool.discovery import LOCAL_HOST, DeviceRequest
+import psutil
+
+from onebox.errors import PoolError
+from onebox.pool.backends.base import LOOPBACK, SpareRequest, WorkerHandle, end_all
+from onebox.pool.discovery import LOCAL_HOST, DeviceRequest, gpu_count
 from onebox.pool.errors import WorkerLocation
 from onebox.pool.launch.cpu_affinity import CoreAllocator
 from onebox.pool.launch.socket_folder import SocketFolder
 from onebox.pool.launch.worker_process import WorkerProcess
 from onebox.pool.launch.zygotes import OWN
+from onebox.sizes import size_text
 from onebox.wire import new_keys
 from onebox.worker import SHARING_KEY_BYTES, Fault, WorkerConfig
+
+
+@dataclass(frozen=True)
+class _LocalWorker:
+    """A worker of this machine, however often it is started anew.
+
+    Args:
+        request: Its device.
+        quota_bytes: The most bytes of its buffers; 0 for no limit.
+        cores: The cores that are its own; empty for any.
+        used_bytes: Bytes that it is going to need at least, where that is known.
+    """
+
+    request: DeviceRequest
+    quota_bytes: int
+    cores: tuple[int, ...] = ()
+    used_bytes: int = 0
 
 
 class LocalSource:
@@ -44,10 +66,9 @@ class LocalSource:
         self._quotas = tuple(quotas) or (0,) * len(requests)
         self._faults = faults or {}
         self._folders: list[SocketFolder] = []
-        self._first = 0
+        self._workers: dict[int, _LocalWorker] = {}
         self._sharing_key = secrets.token_hex(SHARING_KEY_BYTES)
         self._core_allocator = CoreAllocator()
-        self._cores: tuple[tuple[int, ...], ...] = ()
 
     def start(self, first: int, client_key: str) -> Sequence[tuple[WorkerHandle, str]]:
         """Start the workers; see :class:`~onebox.pool.backends.base.WorkerSource`.
@@ -55,16 +76,15 @@ class LocalSource:
         Raises:
             PoolError: No folder for their sockets can be created.
         """
-        self._first = first
         self._folders.append(SocketFolder())
-        self._cores = self._core_allocator.allocate(
-            [each.threads if each.device == "cpu" else 0 for each in self._requests]
-        )
+        cores = self._core_allocator.allocate([each.threads if each.device == "cpu" else 0 for each in self._requests])
+        made = map(_LocalWorker, self._requests, self._quotas, cores)
+        self._workers = dict(enumerate(made, first))
         started: list[tuple[WorkerHandle, str]] = []
         try:
-            for number, request in enumerate(self._requests, first):
+            for number in self._workers:
                 faults = tuple(self._faults.get(number, ()))
-                started.append(self._start(number, request, client_key, self._folders[0].path, faults))
+                started.append(self._start(number, client_key, self._folders[0].path, faults))
         except BaseException:
             end_all([handle for handle, _ in started], grace_s=0.0)
             self.close()
@@ -79,15 +99,44 @@ class LocalSource:
         Raises:
             PoolError: No folder for its sockets can be created.
         """
-        if not self._first <= number < self._first + len(self._requests):
+        if number not in self._workers:
             return None
         self._folders.append(SocketFolder())
-        return self._start(number, self._requests[number - self._first], client_key, self._folders[-1].path, ())
+        return self._start(number, client_key, self._folders[-1].path, ())
 
-    def _start(
-        self, number: int, request: DeviceRequest, client_key: str, folder: str, faults: tuple[Fault, ...]
-    ) -> tuple[WorkerHandle, str]:
-        pair = new_keys()
+    def spare(self, request: SpareRequest, client_key: str) -> tuple[WorkerHandle, str]:
+        """Start a worker in the place of one of another host; see :class:`~onebox.pool.backends.base.SpareSource`.
+
+        Raises:
+            PoolError: There is no room for it.
+        """
+        device = "cpu" if request.kind == "cpu" else self._unused_gpu(request.kind)
+        if device == "cpu":  # others of a host that is lost may not have filled theirs yet
+            promised_bytes = sum(worker.used_bytes for worker in self._workers.values())
+            free_bytes = psutil.virtual_memory().available - promised_bytes
+            if free_bytes < request.used_bytes:
+                free = size_text(max(0, free_bytes))
+                raise PoolError(f"this machine has {free} of memory left, of {size_text(request.used_bytes)} needed")
+        asked = DeviceRequest(device=device, threads=request.threads)
+        self._workers[request.number] = _LocalWorker(asked, request.memory_bytes, used_bytes=request.used_bytes)
+        self._folders.append(SocketFolder())
+        return self._start(request.number, client_key, self._folders[-1].path, ())
+
+    def _unused_gpu(self, kind: str) -> str:
+        """Return a GPU of this machine that the pool does not use.
+
+        Raises:
+            PoolError: There is none.
+        """
+        used = {worker.request.device for worker in self._workers.values()}
+        unused = [name for name in (f"cuda:{index}" for index in range(gpu_count())) if name not in used]
+        if kind != "cuda" or not unused:
+            raise PoolError(f"this machine has no {kind} device that the pool does not use")
+        return unused[0]
+
+    def _start(self, number: int, client_key: str, folder: str, faults: tuple[Fault, ...]) -> tuple[WorkerHandle, str]:
+        worker, pair = self._workers[number], new_keys()
+        request = worker.request
         config = WorkerConfig(
             request.device,
             request.threads,
@@ -95,18 +144,18 @@ class LocalSource:
             pair.secret,
             client_key,
             folder,
-            quota_bytes=self._quotas[number - self._first],
+            quota_bytes=worker.quota_bytes,
             faults=faults,
             speed=request.speed,
             sharing=request.sharing,
             owner=os.getpid(),
-            cores=self._cores[number - self._first],
+            cores=worker.cores,
             sharing_key=self._sharing_key,
         )
         place = WorkerLocation(worker=number, host=LOCAL_HOST, device=request.device)
-        worker = WorkerProcess(place, config, spawner=OWN)
-        worker.address = self._address
-        return worker, pair.public
+        process = WorkerProcess(place, config, spawner=OWN)
+        process.address = self._address
+        return process, pair.public
 
     def connected(self) -> None:
         """Remove the folders of the sockets; existing connections stay."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from multiprocessing.util import Finalize
 from typing import Any
@@ -13,11 +13,11 @@ from typing import Any
 from onebox.errors import OneboxError, PoolError, WireError
 from onebox.pool.client.connection import WorkerReply
 from onebox.pool.client.pending import PendingReplies
-from onebox.pool.devices import require_devices
+from onebox.pool.devices import DeviceInfo, require_devices
 from onebox.pool.errors import fail
 from onebox.pool.pool import Pool
 from onebox.pool.sharing.message_stream import MessageStream
-from onebox.pool.sharing.messages import REPLIES, WELCOMES, Claim, Failed, Welcome, to_error
+from onebox.pool.sharing.messages import REPLIES, WELCOMES, Claim, Failed, Moved, Welcome, to_error
 from onebox.portable import SYSTEM
 from onebox.wire import check_frames, encode
 from onebox.wire.protocol.codec import decode
@@ -65,6 +65,8 @@ class ParentConnection(MessageStream):
                 "has ended, start the script anew by onebox run"
             ) from None
         self.welcome = welcome
+        self.moved: Callable[[tuple[DeviceInfo, ...]], object] | None = None
+        """Called with the devices after a recovery."""
         self._pending = PendingReplies()
         self._numbers = itertools.count(1)
         self.start()
@@ -100,7 +102,11 @@ class ParentConnection(MessageStream):
 
     def received(self, worker: int, header: bytearray, frames: Sequence[Any]) -> bool:
         """Process a worker's reply, or an error in its place."""
-        message: Reply | Failed = decode(REPLIES, [header, *frames], "a reply")
+        message: Reply | Failed | Moved = decode(REPLIES, [header, *frames], "a reply")
+        if isinstance(message, Moved):
+            if self.moved is not None:
+                self.moved(message.devices)
+            return True
         future = self._pending.take(worker, message.number)
         if isinstance(message, Failed):
             error = to_error(message)
@@ -141,10 +147,14 @@ class AttachedPool(Pool):
         parent: Any = ParentConnection(address)
         about: Welcome = parent.welcome
         super().__init__((), (), parent, about.devices, plain_links=about.plain_links, first_number=about.first)
+        parent.moved = self._move
         self.round_trip_s = about.round_trip_s
         self.synchronous = about.synchronous
         """True if every operator is waited for."""
         Finalize(None, self.close, exitpriority=0)  # of a process of multiprocessing, which has no atexit
+
+    def _move(self, devices: tuple[DeviceInfo, ...]) -> None:
+        self.devices = devices
 
     def claim(self, worker: int) -> None:
         """Reserve a device for the collectives of this process; see :meth:`Pool.claim`."""

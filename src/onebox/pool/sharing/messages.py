@@ -44,6 +44,16 @@ class Welcome(Message, frozen=True, tag="welcome"):
     synchronous: bool
 
 
+class Moved(Message, frozen=True, tag="moved"):
+    """Parent to child: the devices of the pool after a recovery.
+
+    Args:
+        devices: All of them.
+    """
+
+    devices: tuple[DeviceInfo, ...]
+
+
 class Failed(Message, frozen=True, tag="failed"):
     """Parent to child, in place of a reply, or of the welcome: an error, by class, text and attributes."""
 
@@ -55,7 +65,7 @@ class Failed(Message, frozen=True, tag="failed"):
 
 ENVELOPES = msgspec.msgpack.Decoder(ChildEnvelope)
 WELCOMES = msgspec.msgpack.Decoder(Welcome | Failed)
-REPLIES = msgspec.msgpack.Decoder(Reply | Failed)
+REPLIES = msgspec.msgpack.Decoder(Reply | Failed | Moved)
 
 
 def failed(number: int, error: BaseException) -> Failed:

@@ -19,7 +19,7 @@ from onebox.pool.devices import require_devices
 from onebox.pool.launch.socket_folder import SocketFolder
 from onebox.pool.pool import Pool
 from onebox.pool.sharing.message_stream import MessageStream, close_in_forks
-from onebox.pool.sharing.messages import ENVELOPES, ChildEnvelope, Claim, Welcome, failed
+from onebox.pool.sharing.messages import ENVELOPES, ChildEnvelope, Claim, Moved, Welcome, failed
 from onebox.pool.streams.message_log import SPAN
 from onebox.wire import encode
 from onebox.wire.protocol.codec import decode
@@ -97,6 +97,7 @@ class PoolServer:
             raise
         self._thread = threading.Thread(target=self._accept, name="onebox-pool-server", daemon=True)
         self._thread.start()
+        pool.moved.append(self._tell_devices)
 
     def wait(self) -> None:
         """Wait for the end of all children."""
@@ -116,6 +117,11 @@ class PoolServer:
             child.join(_JOIN_S)
         self._socket.close()
         self._folder.close()
+
+    def _tell_devices(self) -> None:
+        """Let the children know of devices that are others after a recovery."""
+        for child in list(self.children.values()):
+            child.send(0, encode(Moved(self.pool.devices)))
 
     def _accept(self) -> None:
         while not self.closed:

@@ -122,7 +122,7 @@ class RecoverablePool(Protocol):
     def new_number(self) -> int:
         """Return an unused number."""
 
-    def recover_workers(self, *, seen: int | None = None) -> RecoveryReport:
+    def recover_workers(self, *, seen: int | None = None, elsewhere: bool = False) -> RecoveryReport:
         """Replace lost workers."""
 
 
@@ -176,10 +176,15 @@ class StreamSnapshot:
 
     Args:
         copies: For each worker the replies, with their frames in order, and where each generator's state is.
+        kinds: For each worker the kind of its device, on which the form of these states depends.
     """
 
-    def __init__(self, copies: Mapping[int, tuple[list[BufferCopies], Sequence[Any], Mapping[int, int]]]) -> None:
-        self.copies = copies
+    def __init__(
+        self,
+        copies: Mapping[int, tuple[list[BufferCopies], Sequence[Any], Mapping[int, int]]],
+        kinds: Mapping[int, str],
+    ) -> None:
+        self.copies, self.kinds = copies, kinds
         self.size_bytes = sum(len(frame) for _, frames, _ in copies.values() for frame in frames)
 
 
@@ -209,6 +214,8 @@ class StreamRecovery:
         self._next_s = time.monotonic() + LEAST_S
         self._seen = pool.recoveries
         self._parted: OneboxError | None = None
+        self._exact = True
+        """Whether what the log has read comes out with the same bits: the workers' processors are of the same kind."""
         self._paused = False
         self._lock = threading.RLock()
         self._round = 0
@@ -323,7 +330,7 @@ class StreamRecovery:
         reply = None if error is not None else future.result()
         check = None if reply is None or is_measurement(message.instructions) else _checksum(reply)
         if message.future.done():
-            if message.check is not None and message.check != check:
+            if message.check is not None and message.check != check and (self._exact or error is not None):
                 self._parted = _parted(self._pool.devices[message.worker])
                 self._lost.set()
             return
@@ -443,7 +450,7 @@ class StreamRecovery:
         took_s = max((sum(part.took_ns for part in parts) / 1e9 for parts, _, _ in copies.values()), default=0.0)
         self.snapshots += 1
         self.snapshot_s += took_s
-        found = StreamSnapshot(copies)
+        found = StreamSnapshot(copies, {worker: self._pool.devices[worker].kind for worker in copies})
         now_s = time.monotonic()
         cost_s = took_s + found.size_bytes / LOCAL_BPS
         if not all(map(self._pool.near, copies)):  # its bytes delay what else comes over the network
@@ -456,7 +463,7 @@ class StreamRecovery:
         if self._paused:
             self._paused = False
             _LOG.warning("the script survives the loss of a worker again")
-        self._snapshot = found
+        self._snapshot, self._exact = found, True
         self._forget(count)
 
     def _pause(self, what: str) -> None:
@@ -501,11 +508,14 @@ class StreamRecovery:
             self._round += 1  # later replies to what was sent before are ignored
             self._asked = None
         lost: dict[int, OneboxError] = {}
+        before = self._pool.devices
         for _ in range(ROUNDS):
             self._lost.clear()
-            report = self._pool.recover_workers(seen=self._seen)
+            report = self._pool.recover_workers(seen=self._seen, elsewhere=not self._paused)
             self._seen = report.number
             lost |= report.lost
+            pairs = [*zip(before, self._pool.devices, strict=True)]
+            self._exact = self._exact and all(old.arithmetic == new.arithmetic for old, new in pairs)
             if self._parted is not None:
                 raise self._parted
             if report.gone:
@@ -527,10 +537,12 @@ class StreamRecovery:
                 self._recovering = False
             said = "; ".join(str(error).partition("\n")[0] for error in lost.values()) or "workers were replaced"
             _LOG.warning(
-                "%s. Another one has taken its place after %.1f s, and %d messages of the script run again: it goes on",
+                "%s. Another one has taken its place after %.1f s, and %d messages of the script run again: it goes on"
+                "%s",
                 said,
                 time.monotonic() - begin_s,
                 count,
+                _describe_moves(pairs),
             )
             return
         raise PoolError(f"workers were lost {ROUNDS} times while a script was recovered")
@@ -559,14 +571,22 @@ class StreamRecovery:
             if state.ended:
                 start.append(Free((), tuple(state.ended)))
             self._post(worker, start)
-            if copies is not None:
-                self._fill(worker, *copies)
+            if self._snapshot is not None and copies is not None:
+                self._fill(worker, *copies, as_before=self._snapshot.kinds[worker] == self._pool.devices[worker].kind)
 
     def _fill(
-        self, worker: int, parts: Sequence[BufferCopies], frames: Sequence[Any], generators: Mapping[int, int]
+        self,
+        worker: int,
+        parts: Sequence[BufferCopies],
+        frames: Sequence[Any],
+        generators: Mapping[int, int],
+        *,
+        as_before: bool,
     ) -> None:
-        """Send the buffers of a snapshot to a worker, each storage once, and set its generators."""
+        """Send the buffers of a snapshot to a worker, each storage once, and set its generators: to their states, or on
+        a device of another kind to seeds made of these."""
         rest = iter(frames)
+        seeds: dict[int, int] = {}
         for part in parts:
             held = [next(rest) for _ in range(1 + max(part.storages, default=-1))]
             if not part.buffers:
@@ -576,10 +596,12 @@ class StreamRecovery:
                 instructions: list[Instruction] = [Put((temporary,), (TensorSpec("uint8", (len(frame),)),))]
                 for number, layout, storage in zip(part.buffers, part.layouts, part.storages, strict=True):
                     if storage == place:
+                        if not as_before and number in generators.values():
+                            seeds[number] = zlib.crc32(frame)
                         instructions.append(Perform(_view(layout), (temporary,), (), number))
                 self._post(worker, [*instructions, Free((temporary,))], [frame])
         buffers = tuple(generators.values())
-        sets = [SetGenerator(generator, None, buffer) for generator, buffer in generators.items()]
+        sets = [SetGenerator(generator, seeds.get(buffer), buffer) for generator, buffer in generators.items()]
         self._post(worker, [*sets, Free(buffers)])
 
     def _give_up(self, error: OneboxError) -> None:
@@ -598,6 +620,26 @@ def _view(layout: Strided) -> KernelSpec:
     return KernelSpec("aten.alias.default", (SlotArgument(0),), {}, 1, 0, (), (layout,))
 
 
+def _describe_moves(devices: Sequence[tuple[DeviceInfo, DeviceInfo]]) -> str:
+    """Return what follows in the line about a recovery where devices are others; empty where none is.
+
+    Args:
+        devices: Each device before and after it.
+    """
+    moves = [(old, new) for old, new in devices if (old.host, old.device) != (new.host, new.device)]
+    said = [
+        f"device {new.number} is {new.device} on {new.host} now, not {old.device} on {old.host}" for old, new in moves
+    ]
+    if moves:
+        left = ", ".join(dict.fromkeys(old.host for old, _ in moves))
+        said.append(f"it may be slower there, and {left} is used again by the next start of the script only")
+    if any(old.arithmetic != new.arithmetic for old, new in devices):
+        said.append("the new processor is of another kind: results may differ by rounding")
+    if any(old.kind != new.kind for old, new in moves):
+        said.append("random numbers are others")
+    return "".join(f"; {each}" for each in said)
+
+
 def _checksum(reply: WorkerReply) -> int:
     """Return a checksum of what a script reads."""
     made = zlib.crc32(b"".join(map(encode, reply.results)))
@@ -609,8 +651,8 @@ def _checksum(reply: WorkerReply) -> int:
 def _parted(device: DeviceInfo) -> PoolError:
     return PoolError(
         f"{device.device} on {device.host} was lost, and what the script had read from it came out differently when it "
-        "was run again: its operators are not deterministic (torch.use_deterministic_algorithms), or the new worker's "
-        "processor is of another kind. The script cannot go on; start it again from its last checkpoint"
+        "was run again: its operators are not deterministic (torch.use_deterministic_algorithms), or failed. The "
+        "script cannot go on; start it again from its last checkpoint"
     )
 
 

@@ -7,6 +7,8 @@ import errno
 import secrets
 import socket as sockets
 import time
+from collections.abc import Sequence
+from ipaddress import ip_address
 from typing import Any
 
 import zmq
@@ -176,6 +178,20 @@ def own_address(address: str) -> str:
         except OSError as error:
             raise UsageError(f"there is no way from this host to {address}: {error.strerror or error}") from None
         return str(probe.getsockname()[0])
+
+
+def address_towards(agents: Sequence[str]) -> str:
+    """Return the address at which workers of other hosts reach those of this one: that from which it reaches agents.
+
+    Args:
+        agents: The agents' addresses, of which there is one at least.
+
+    Raises:
+        UsageError: As :func:`own_address`.
+    """
+    addresses = [own_address(agent) for agent in agents]
+    outside = [address for address in addresses if not ip_address(address.partition("%")[0]).is_loopback]
+    return [*outside, *addresses][0]
 
 
 def reach(address: str) -> None:

@@ -15,7 +15,7 @@ from onebox.errors import PoolError, UsageError
 from onebox.pool.backends.agents.agent_connection import AgentConnection, Busy
 from onebox.pool.backends.agents.keep_alive import CUT_S
 from onebox.pool.backends.agents.remote_worker import RemoteWorker
-from onebox.pool.backends.base import WorkerHandle
+from onebox.pool.backends.base import SpareRequest, WorkerHandle
 from onebox.pool.errors import wait_in_slices
 from onebox.pool.keys.keyring import KnownAgent, identity, known_agent, known_agents
 from onebox.pool.liveness import SILENCE_S
@@ -194,6 +194,25 @@ class AgentSource:
                 self._handles[index] = made
                 return made, made.key
         return None
+
+    def spare(self, request: SpareRequest, client_key: str) -> tuple[WorkerHandle, str]:
+        """Lease what another host's worker has had; see :class:`~onebox.pool.backends.base.SpareSource`.
+
+        Raises:
+            PoolError: The agent is gone, it has no room left, or the worker could not be started.
+            UsageError: It offers no such devices, or this client may not have more of them.
+        """
+        if self._connection is None or self._connection.gone:
+            raise PoolError(f"the agent at {self.address} cannot be reached")
+        want = Want(request.kind, request.threads if request.kind == "cpu" else 0, request.memory_bytes)
+        (made,) = self._lease([want], client_key, wait=False)
+        made.number(request.number)
+        others = [
+            pair for pair in zip(self._handles, self._wants, strict=True) if pair[0].place.worker != made.place.worker
+        ]
+        self._handles = [*(handle for handle, _ in others), made]
+        self._wants = (*(other for _, other in others), want)
+        return made, made.key
 
     def connected(self) -> None:
         """Do nothing: the leases are needed as long as the pool."""
