@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -217,6 +218,37 @@ def test_values_that_come_out_differently_are_an_error(monkeypatch: pytest.Monke
         kill(pool, 0)
         with pytest.raises(PoolError, match="came out differently when it was run again"):
             until(lambda: torch.ones(2, device="vgpu:0").sum().item() != 2)
+
+
+@pytest.mark.parametrize("snapshots", [True, False])
+def test_on_a_device_of_another_kind_a_script_goes_on_with_other_bits(
+    snapshots: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The worker of a GPU, for all that the pool knows, is replaced by one of a CPU."""
+    if not snapshots:
+        monkeypatch.setattr(recovery, "LEAST_S", 1e9)
+    with onebox.open("cpu*2", threads=1, recover=True) as pool:
+        recovered = pool.script_recovery
+        assert recovered is not None
+
+        def at(step: int) -> None:
+            if step == 5:
+                before, some = recovered.snapshots, torch.ones(2, device="vgpu:0")
+                until(lambda: not snapshots or recovered.snapshots > before, turn=some.tolist)
+                kill(pool, 0)
+
+        expected = data_parallel(lambda _: None)
+        pool.devices = (replace(pool.devices[0], device="cuda:0"), pool.devices[1])
+        found = data_parallel(at)
+        assert recovered.recoveries >= 1
+        assert [each.shape for each in found] == [each.shape for each in expected]
+        assert all(torch.isfinite(each).all() for each in found)
+        assert not snapshots or not all(map(torch.equal, found, expected)), "the state had to become a seed"
+        (said,) = [record.message for record in caplog.records if "has taken its place" in record.message]
+        assert "; device 0 is cpu on localhost now, not cuda:0 on localhost; it may be slower there" in said
+        assert "results may differ by rounding; random numbers are others" in said
+        before = [each.clone() for each in data_parallel(lambda _: None)]
+        assert all(map(torch.equal, data_parallel(lambda step: kill(pool, 0) if step == 5 else None), before))
 
 
 @pytest.mark.parametrize(
