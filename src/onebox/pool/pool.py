@@ -339,32 +339,26 @@ class Pool:
         """
         group = number
         require_devices(workers, len(self))
-        links = [outgoing(self.links, workers, rank) for rank in range(len(workers))]
         check_kinds([self.devices[worker] for worker in workers], "a group")
         emulated = any(self.devices[worker].kind == "sim" for worker in workers)
         if via == "client" and emulated:
             raise UsageError("sim devices have no values that a client could add up; let their sums go via workers")
-        sockets: Literal["tcp", "tls"] = "tls" if self.encrypts(workers) else "tcp"
-        backend: Literal["tcp", "tls", "client"] = "client" if via == "client" else sockets
         by_nccl = via == "workers" and not aside and not tagged  # even if this client has no NCCL
-        nccl = self.nccl_ranks(workers) if by_nccl else ((),) * len(workers)
         shared = via == "workers" and (self.shared or emulated)
-        addresses = [self.devices[worker].address for worker in workers]
 
-        def form(group: int) -> list[Future[WorkerReply]]:
+        def form(group: int) -> list[Future[WorkerReply]]:  # once more after a recovery, with workers on other hosts
+            sockets: Literal["tcp", "tls"] = "tls" if self.encrypts(workers) else "tcp"
+            backend: Literal["tcp", "tls", "client"] = "client" if via == "client" else sockets
+            nccl = self.nccl_ranks(workers) if by_nccl else ((),) * len(workers)
             self._client_loop.form(group, workers)
-            return [
-                self.post(
-                    worker,
-                    [
-                        FormGroup(
-                            group, rank, len(workers), backend, address, GROUP_S, shared, links[rank], aside, among
-                        )
-                    ],
-                    answer=True,
+            asked = []
+            for rank, worker in enumerate(workers):
+                address, links = self.devices[worker].address, outgoing(self.links, workers, rank)
+                request = FormGroup(
+                    group, rank, len(workers), backend, address, GROUP_S, shared, links, aside, nccl[rank]
                 )
-                for rank, (worker, address, among) in enumerate(zip(workers, addresses, nccl, strict=True))
-            ]
+                asked.append(self.post(worker, [request], answer=True))
+            return asked
 
         with self.order:
             streams = self._streams if scripts else None

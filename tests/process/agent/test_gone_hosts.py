@@ -61,7 +61,7 @@ def hosts_of(pool: onebox.Pool) -> list[str]:
     return [device.host for device in pool.devices]
 
 
-@pytest.mark.feature("Virtual devices: A script survives the loss of its workers")
+@pytest.mark.feature("Virtual devices: A script survives the loss of a machine")
 def test_a_worker_of_a_host_that_is_gone_goes_on_at_another_agent(
     lab: tuple[Host, Host], caplog: pytest.LogCaptureFixture
 ) -> None:

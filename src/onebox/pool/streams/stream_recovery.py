@@ -509,6 +509,7 @@ class StreamRecovery:
             self._asked = None
         lost: dict[int, OneboxError] = {}
         before = self._pool.devices
+        failure: WorkerError | None = None
         for _ in range(ROUNDS):
             self._lost.clear()
             report = self._pool.recover_workers(seen=self._seen, elsewhere=not self._paused)
@@ -530,7 +531,8 @@ class StreamRecovery:
                     self._restore()
                     for message in self._log.messages:
                         self._send(message, self._log.spill.frames(message.frames))
-                except WorkerError:
+                except WorkerError as error:
+                    failure = error
                     self._lost.set()
                 if self._lost.is_set() or self._pool.broken:
                     continue
@@ -545,7 +547,8 @@ class StreamRecovery:
                 _describe_moves(pairs),
             )
             return
-        raise PoolError(f"workers were lost {ROUNDS} times while a script was recovered")
+        last = failure or next(iter(lost.values()), "it is not known")
+        raise PoolError(f"workers were lost {ROUNDS} times while a script was recovered; the last error: {last}")
 
     def _restore(self) -> None:
         """Bring all workers to the point of the snapshot, and form the script's groups anew."""
