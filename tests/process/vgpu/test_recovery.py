@@ -209,6 +209,24 @@ def test_it_goes_on_once_there_is_room_again(caplog: pytest.LogCaptureFixture) -
         assert kept.tolist() == [0, 1, 2, 3]
 
 
+def test_a_script_each_message_of_which_fails_has_its_snapshots(pool: onebox.Pool) -> None:
+    """So that the log does not grow."""
+    recovered = pool.script_recovery
+    assert recovered is not None
+    held, at = torch.arange(3.0, device="vgpu:0"), torch.tensor([7], device="vgpu:0")
+
+    def fail() -> None:
+        with pytest.raises(RuntimeError, match="out of bounds"):
+            held[at].cpu()
+
+    fail()
+    before = recovered.snapshots
+    until(lambda: recovered.snapshots > before + 3, turn=fail)
+    kill(pool, 0)
+    fail()
+    assert held.tolist() == [0, 1, 2]
+
+
 def test_values_that_come_out_differently_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recovery, "LEAST_S", 1e9)
     numbers = itertools.count()

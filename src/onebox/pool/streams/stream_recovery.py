@@ -250,15 +250,16 @@ class StreamRecovery:
         with self._lock:
             if self._failure is not None:
                 raise self._failure.with_traceback(None)
+            whole = not self._recovering and self._pool.recoveries == self._seen
+            if whole:
+                self._look(message)
             self._append(message)
             if self._paused and self._asked is None:
                 self._forget(len(self._log.messages))
-            if not self._recovering:
-                if self._pool.recoveries != self._seen:  # a trainer has replaced workers
-                    self._lost.set()
-                else:
-                    self._send(message, frames)
-                    self._look()
+            if whole:
+                self._send(message, frames)
+            elif not self._recovering:  # a trainer has replaced workers
+                self._lost.set()
         return future
 
     def begin_group(self, group: int, workers: Sequence[int], form: Form) -> list[Future[WorkerReply]]:
@@ -400,17 +401,26 @@ class StreamRecovery:
 
     # ---- snapshots
 
-    def _look(self) -> None:
-        """Begin a snapshot where one is due and nothing is between two streams; or take note of one that is there."""
+    def _look(self, following: LoggedMessage) -> None:
+        """Begin a snapshot where one is due and nothing is between two streams; or take note of one that is there.
+
+        Args:
+            following: The message that is sent next.
+        """
         if self._asked is not None:
             self._collect()
             return
         formed = all(group.formed for group in self._groups.values())
         if time.monotonic() >= self._next_s and self._log.balance.even and formed:
-            self._ask()
+            self._ask(following)
 
-    def _ask(self) -> None:
-        """Let all workers copy what streams have there, at this point of the log."""
+    def _ask(self, following: LoggedMessage) -> None:
+        """Let all workers copy what streams have there, at this point of the log.
+
+        A stream that a failure has stopped cannot be copied. The header of the message that follows lets it go on if
+        the script has been told: where each message fails, there is no other moment.
+        """
+        header = [each for each in following.instructions[:1] if isinstance(each, StreamHeader)]
         asked: dict[int, Future[WorkerReply]] = {}
         places: dict[int, dict[int, int]] = {}
         for worker, state in self._log.present.items():
@@ -423,6 +433,8 @@ class StreamRecovery:
             keeps = [KeepGenerator(generator, buffer) for generator, buffer in places[worker].items()]
             free = Free(tuple(places[worker].values()))
             try:
+                if worker == following.worker:
+                    self._post(worker, header)
                 asked[worker] = self._post(worker, [*keeps, *copies, free], answer=True)
             except OneboxError:
                 self._lost.set()
