@@ -182,6 +182,20 @@ def test_uploads_beyond_the_budget_go_to_a_file(monkeypatch: pytest.MonkeyPatch)
         assert recovered.recoveries == 1
 
 
+def test_a_snapshot_beyond_the_budget_goes_to_a_file() -> None:
+    with onebox.open("cpu", threads=1, recover=True, recover_memory="1MiB") as pool:
+        recovered = pool.script_recovery
+        assert recovered is not None
+        held = torch.arange(500_000.0).to("vgpu:0")
+        before = recovered.snapshots
+        until(lambda: recovered.snapshots > before, turn=held[:2].tolist)
+        held += 1
+        kill(pool, 0)
+        assert torch.equal(held.cpu(), torch.arange(500_000.0) + 1)
+        assert recovered.recoveries >= 1
+        assert recovered.kept_bytes > 2_000_000
+
+
 def test_without_room_the_recovery_pauses_and_the_loss_is_an_error(caplog: pytest.LogCaptureFixture) -> None:
     with onebox.open("cpu", threads=1, recover=True, recover_memory="64KiB") as pool:
         held = torch.ones(1_000_000).to("vgpu:0")

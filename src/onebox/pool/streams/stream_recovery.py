@@ -53,7 +53,8 @@ FULL = 0.5
 """Part of its room in memory that the log takes before what is uploaded goes to a file."""
 
 DISK = 4
-"""The most bytes of that file, as a multiple of the budget; and the inverse of the most of the disk's free bytes."""
+"""The most bytes of that file, and of one with a snapshot that is larger than the budget, as a multiple of it; and the
+inverse of the most of the disk's free bytes."""
 
 ROUNDS = 6
 """How often workers may be lost again while the log is played."""
@@ -177,15 +178,43 @@ class StreamSnapshot:
     Args:
         copies: For each worker the replies, with their frames in order, and where each generator's state is.
         kinds: For each worker the kind of its device, on which the form of these states depends.
+        file: The file that has the frames, where memory has no room for them.
     """
 
     def __init__(
         self,
         copies: Mapping[int, tuple[list[BufferCopies], Sequence[Any], Mapping[int, int]]],
         kinds: Mapping[int, str],
+        file: SpillFile | None = None,
     ) -> None:
-        self.copies, self.kinds = copies, kinds
+        self.copies, self.kinds, self.file = copies, kinds, file
         self.size_bytes = sum(len(frame) for _, frames, _ in copies.values() for frame in frames)
+        """Bytes of this process's memory."""
+
+    def spill(self, most_bytes: int) -> StreamSnapshot:
+        """Return the snapshot with its frames in a file.
+
+        Raises:
+            OSError: The file has no room for them.
+        """
+        file = SpillFile(most_bytes)
+        try:
+            copies = {
+                worker: (parts, file.keep(frames), places) for worker, (parts, frames, places) in self.copies.items()
+            }
+        except BaseException:
+            file.close()
+            raise
+        return StreamSnapshot(copies, self.kinds, file)
+
+    def read(self, frame: Any) -> Any:
+        """Return a frame, from the file if it is there."""
+        return frame if self.file is None else self.file.frames([frame])[0]
+
+    def close(self) -> None:
+        """Give the file back. Idempotent."""
+        if self.file is not None:
+            self.file.close()
 
 
 class StreamRecovery:
@@ -203,8 +232,7 @@ class StreamRecovery:
         self.recoveries = self.snapshots = 0
         self.snapshot_s = 0.0
         """Seconds that workers have spent on snapshots."""
-        free_bytes = shutil.disk_usage(tempfile.gettempdir()).free
-        self._log = MessageLog(SpillFile(min(DISK * budget_bytes, free_bytes // DISK)))
+        self._log = MessageLog(SpillFile(self._disk_bytes))
         self._used = False  # by a script
         self._unanswered: set[Future[WorkerReply]] = set()
         self._groups: dict[int, ScriptGroup] = {}
@@ -294,9 +322,15 @@ class StreamRecovery:
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes of this process's memory that the snapshot and the log take, and of the file."""
+        """Bytes of this process's memory that the snapshot and the log take, and of the files."""
         own = self._snapshot.size_bytes if self._snapshot is not None else 0
-        return own + self._log.size_bytes + self._log.spill.size_bytes
+        file = self._snapshot.file if self._snapshot is not None else None
+        return own + self._log.size_bytes + sum(each.size_bytes for each in (self._log.spill, file) if each is not None)
+
+    @property
+    def _disk_bytes(self) -> int:
+        """The most bytes of a file now."""
+        return min(DISK * self.budget_bytes, shutil.disk_usage(tempfile.gettempdir()).free // DISK)
 
     def close(self) -> None:
         """End the thread. Idempotent."""
@@ -306,6 +340,8 @@ class StreamRecovery:
         if self._thread is not threading.current_thread():
             self._thread.join(10.0)
         self._log.spill.close()
+        if self._snapshot is not None:
+            self._snapshot.close()
 
     # ---- sending
 
@@ -463,24 +499,35 @@ class StreamRecovery:
         self.snapshots += 1
         self.snapshot_s += took_s
         found = StreamSnapshot(copies, {worker: self._pool.devices[worker].kind for worker in copies})
-        now_s = time.monotonic()
-        cost_s = took_s + found.size_bytes / LOCAL_BPS
+        size_bytes, now_s = found.size_bytes, time.monotonic()
+        cost_s = took_s + size_bytes / LOCAL_BPS
         if not all(map(self._pool.near, copies)):  # its bytes delay what else comes over the network
             cost_s = max(cost_s, now_s - begin_s)
-        self._next_s = now_s + max(LEAST_S, cost_s / SHARE)
-        if found.size_bytes > self.budget_bytes:
+        full = False
+        if size_bytes > self.budget_bytes:
+            try:
+                found = found.spill(self._disk_bytes)
+            except OSError:
+                full = True
+            cost_s += time.monotonic() - now_s
+        self._next_s = time.monotonic() + max(LEAST_S, cost_s / SHARE)
+        if full:
             if not self._paused:
-                self._pause(f"a snapshot of {size_text(found.size_bytes)}")
+                self._pause(f"a snapshot of {size_text(size_bytes)}")
             return
         if self._paused:
             self._paused = False
             _LOG.warning("the script survives the loss of a worker again")
-        self._snapshot, self._exact = found, True
+        before, self._snapshot, self._exact = self._snapshot, found, True
         self._forget(count)
+        if before is not None:
+            before.close()
 
     def _pause(self, what: str) -> None:
         """Keep nothing until there is a snapshot again."""
         self._paused = True
+        if self._snapshot is not None:
+            self._snapshot.close()
         self._snapshot = self._asked = None
         self._forget(len(self._log.messages))
         _LOG.warning(
@@ -580,26 +627,19 @@ class StreamRecovery:
             if error is not None:
                 raise error
         for worker, state in log.base.items():
-            copies = self._snapshot.copies.get(worker) if self._snapshot is not None else None
             start: list[Instruction] = [] if state.default is None else [state.default]
             start += state.definitions.values()
             if state.ended:
                 start.append(Free((), tuple(state.ended)))
             self._post(worker, start)
-            if self._snapshot is not None and copies is not None:
-                self._fill(worker, *copies, as_before=self._snapshot.kinds[worker] == self._pool.devices[worker].kind)
+            if self._snapshot is not None and worker in self._snapshot.copies:
+                self._fill(worker, self._snapshot)
 
-    def _fill(
-        self,
-        worker: int,
-        parts: Sequence[BufferCopies],
-        frames: Sequence[Any],
-        generators: Mapping[int, int],
-        *,
-        as_before: bool,
-    ) -> None:
+    def _fill(self, worker: int, snapshot: StreamSnapshot) -> None:
         """Send the buffers of a snapshot to a worker, each storage once, and set its generators: to their states, or on
         a device of another kind to seeds made of these."""
+        parts, frames, generators = snapshot.copies[worker]
+        as_before = snapshot.kinds[worker] == self._pool.devices[worker].kind
         rest = iter(frames)
         seeds: dict[int, int] = {}
         for part in parts:
@@ -607,7 +647,8 @@ class StreamRecovery:
             if not part.buffers:
                 continue
             temporary = min(part.buffers) - 1  # no buffer's number, as the stream's own precedes them
-            for place, frame in enumerate(held):
+            for place, kept in enumerate(held):
+                frame = snapshot.read(kept)
                 instructions: list[Instruction] = [Put((temporary,), (TensorSpec("uint8", (len(frame),)),))]
                 for number, layout, storage in zip(part.buffers, part.layouts, part.storages, strict=True):
                     if storage == place:
