@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -106,6 +107,25 @@ def test_without_room_at_agents_a_worker_goes_on_at_the_client(
         assert hosts_of(pool) == [LOCAL_HOST, LOCAL_HOST]
         assert f"device 1 is cpu on {LOCAL_HOST} now, not cpu on {other.address}" in caplog.text
     until(lambda: not own.is_running())
+
+
+@pytest.mark.long
+def test_a_host_that_is_back_gets_its_lease_back(lab: tuple[Host, Host]) -> None:
+    """Of an agent that was only stopped, with a worker that has gone on running."""
+    gone, other = lab
+    with opened(lab) as pool:
+        expected, moved = two_stages(), [other.address, other.address]
+
+        def at(step: int) -> None:
+            if step == 5:
+                gone.process.send_signal(signal.SIGSTOP)
+                until(lambda: hosts_of(pool) == moved, turn=torch.ones(2, device="vgpu:0").tolist)
+
+        assert all(map(torch.equal, two_stages(at), expected))
+        gone.process.send_signal(signal.SIGCONT)
+        until(lambda: gone.held() == 0)
+        assert all(map(torch.equal, two_stages(), expected))
+        assert hosts_of(pool) == moved
 
 
 def test_with_no_other_place_the_script_gets_the_error(
