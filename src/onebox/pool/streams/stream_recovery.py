@@ -687,8 +687,9 @@ def _describe_moves(devices: Sequence[tuple[DeviceInfo, DeviceInfo]]) -> str:
         f"device {new.number} is {new.device} on {new.host} now, not {old.device} on {old.host}" for old, new in moves
     ]
     if moves:
-        left = ", ".join(dict.fromkeys(old.host for old, _ in moves))
-        said.append(f"it may be slower there, and {left} is used again by the next start of the script only")
+        said.append("it may be slower there")
+    if left := ", ".join(dict.fromkeys(old.host for old, new in moves if old.host != new.host)):
+        said.append(f"{left} is used again by the next start of the script only")
     if any(old.arithmetic != new.arithmetic for old, new in devices):
         said.append("the new processor is of another kind: results may differ by rounding")
     if any(old.kind != new.kind for old, new in moves):
