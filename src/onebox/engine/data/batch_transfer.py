@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from onebox.engine.compile.compiler import CompiledStep
-from onebox.engine.data.compression import BatchCompression
 from onebox.engine.workload.batch import Batch
 from onebox.pool import Pool
+from onebox.pool.network.upload_compression import UploadCompression
 from onebox.wire import TensorSpec, elements_of
 from onebox.wire.protocol.requests import Instruction, Put
 
@@ -33,7 +33,7 @@ class WorkerBatch:
 
 
 def worker_batch(
-    pool: Pool, batch: Batch, compiled: CompiledStep, worker: int, packing: BatchCompression
+    pool: Pool, batch: Batch, compiled: CompiledStep, worker: int, packing: UploadCompression
 ) -> WorkerBatch:
     """Return the transfer of a worker's part of a batch: the tensors that its routine reads.
 
@@ -75,7 +75,7 @@ def put_packed(
     parts: Sequence[tuple[TensorSpec, memoryview]],
     leaves: Sequence[int],
     worker: int,
-    packing: BatchCompression,
+    packing: UploadCompression,
 ) -> tuple[Put, list[memoryview | bytes]]:
     """Return the instruction that uploads tensors into new buffers, and their elements as sent.
 
@@ -94,7 +94,7 @@ def put_packed(
 
 
 def worker_batches(
-    pool: Pool, batch: Batch, compiled: CompiledStep, packing: BatchCompression
+    pool: Pool, batch: Batch, compiled: CompiledStep, packing: UploadCompression
 ) -> dict[int, WorkerBatch]:
     """Return the transfer of each worker's part of a batch."""
     return {worker: worker_batch(pool, batch, compiled, worker, packing) for worker in compiled.routines}

@@ -17,12 +17,12 @@ from dataclasses import dataclass, field
 
 from onebox.engine.compile.compiler import CompiledStep
 from onebox.engine.data.batch_transfer import BatchTransfer, WorkerBatch, batch_bytes, worker_batch, worker_batches
-from onebox.engine.data.compression import BatchCompression
 from onebox.engine.data.sample_cache import SampleCache
 from onebox.engine.install.installed_plan import InstalledPlan
 from onebox.engine.workload.batch import Batch
 from onebox.errors import OneboxError, UsageError
 from onebox.pool import Pool
+from onebox.pool.network.upload_compression import UploadCompression
 from onebox.wire.protocol.instructions import Free
 
 AHEAD_STEPS = 2
@@ -88,7 +88,7 @@ class BatchPrefetcher:
         self._ahead_bytes = ahead_bytes
         self._lock = threading.RLock()
         self._ready: InstalledPlan | None = None
-        self._packing: BatchCompression | None = None
+        self._packing: UploadCompression | None = None
         self._waiting: list[BatchTransfer] = []
         self._dropped: deque[BatchTransfer] = deque()  # filled by the garbage collector, which runs in any thread
         self._held = 0
@@ -209,7 +209,7 @@ class BatchPrefetcher:
             return self.parts(dataclasses.replace(batch, samples=None), compiled)
 
     @property
-    def packing(self) -> BatchCompression:
+    def packing(self) -> UploadCompression:
         """How batches travel to the workers of the plan in use."""
         assert self._packing is not None
         return self._packing
@@ -235,7 +235,10 @@ class BatchPrefetcher:
             self._return_all()
             if self._cache is not None:
                 self._cache.clear()
-            self._packing = None if ready is None else BatchCompression(self._pool, ready.plan.devices)
+            self._packing = None
+            if ready is not None:
+                link_bps = self._pool.client_bandwidth.bps(ready.plan.devices)
+                self._packing = UploadCompression(self._pool.devices, link_bps)
             self._ready = ready
 
     @contextlib.contextmanager

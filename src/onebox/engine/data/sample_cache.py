@@ -18,10 +18,10 @@ from torch import Tensor
 
 from onebox.engine.compile.compiler import CompiledStep
 from onebox.engine.data.batch_transfer import WorkerBatch, put_leaves, put_packed
-from onebox.engine.data.compression import BatchCompression
 from onebox.engine.workload.batch import Batch
 from onebox.errors import OneboxError
 from onebox.pool import Pool
+from onebox.pool.network.upload_compression import UploadCompression
 from onebox.wire import (
     DType,
     KernelSpec,
@@ -97,7 +97,7 @@ class SampleCache:
         return sum(slab.capacity * slab.row_bytes for slab in self._slabs.get(worker, {}).values())
 
     def part_of(
-        self, batch: Batch, compiled: CompiledStep, worker: int, packing: BatchCompression, spare_bytes: int
+        self, batch: Batch, compiled: CompiledStep, worker: int, packing: UploadCompression, spare_bytes: int
     ) -> WorkerBatch | None:
         """Return the transfer of a worker's part of a batch, which must be sent before the next request.
 
@@ -186,7 +186,7 @@ class SampleCache:
     # ---- parts
 
     def _assembled(
-        self, worker: int, leaf: int, tensor: Tensor, samples: list[int], packing: BatchCompression
+        self, worker: int, leaf: int, tensor: Tensor, samples: list[int], packing: UploadCompression
     ) -> tuple[int, list[Instruction], list[memoryview | bytes]]:
         """Return the buffer of an assembled tensor, the instructions that make it, and the elements that these
         upload.
@@ -210,7 +210,7 @@ class SampleCache:
         return out, [*made, Free(tuple(ended))], frames
 
     def _uploaded(
-        self, worker: int, leaf: int, tensor: Tensor, samples: list[int], packing: BatchCompression
+        self, worker: int, leaf: int, tensor: Tensor, samples: list[int], packing: UploadCompression
     ) -> tuple[int, list[Instruction], list[memoryview | bytes]]:
         """Return the buffer that samples are uploaded to, and fill free rows of the slab with them."""
         slab = self._slabs[worker][leaf]

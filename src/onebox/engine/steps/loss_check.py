@@ -18,7 +18,6 @@ from torch import nn
 
 from onebox.engine.compile.compiler import Probe
 from onebox.engine.data.batch_transfer import worker_batches
-from onebox.engine.data.compression import BatchCompression
 from onebox.engine.install.installed_plan import InstalledPlan
 from onebox.engine.workload.batch import Batch
 from onebox.engine.workload.captures import Captures
@@ -28,6 +27,7 @@ from onebox.graph import Mode, ModelPrograms, Port, TracedModel
 from onebox.graph.lower.loss_divisors import Divisor, Measure
 from onebox.plan import MicroBatch
 from onebox.pool import Pool, raise_first
+from onebox.pool.network.upload_compression import UploadCompression
 from onebox.wire import DTYPES, program_dtype_name, spec_of, specs_by_slot, to_frame
 from onebox.wire.protocol.instructions import Free
 from onebox.wire.protocol.requests import Put, Run, SetNumerics
@@ -176,7 +176,7 @@ class MeanLossCheck:
         return str(batch.structure), batch.structure.numbers, leaves, batch.python_state, train, operators
 
     def probe(
-        self, batch: Batch, micro_batches: Sequence[MicroBatch], ready: InstalledPlan, packing: BatchCompression
+        self, batch: Batch, micro_batches: Sequence[MicroBatch], ready: InstalledPlan, packing: UploadCompression
     ) -> None:
         """Compare the loss of some samples, and the norm of its gradient, with those of their parts.
 
@@ -211,7 +211,7 @@ class MeanLossCheck:
         self._checked.add(self._key(batch, micro_batches, train=True))
 
     def _in_modes(
-        self, batch: Batch, size: int, part: int, ready: InstalledPlan, packing: BatchCompression
+        self, batch: Batch, size: int, part: int, ready: InstalledPlan, packing: UploadCompression
     ) -> PartsComparison | None:
         """Return the comparison in training, or in eval mode where that is another one for a good reason."""
         samples = _spread(batch, size)
@@ -240,7 +240,7 @@ class MeanLossCheck:
         return compared
 
     def probe_evaluation(
-        self, batch: Batch, micro_batches: Sequence[MicroBatch], ready: InstalledPlan, packing: BatchCompression
+        self, batch: Batch, micro_batches: Sequence[MicroBatch], ready: InstalledPlan, packing: UploadCompression
     ) -> None:
         """Compare the loss and the metrics of some samples with those of their parts.
 
@@ -300,7 +300,7 @@ class MeanLossCheck:
     # ---- the comparison on workers
 
     def _compare(
-        self, batch: Batch, size: int, part: int, ready: InstalledPlan, packing: BatchCompression, *, mode: Mode
+        self, batch: Batch, size: int, part: int, ready: InstalledPlan, packing: UploadCompression, *, mode: Mode
     ) -> PartsComparison | None:
         """Return what some samples make together, and what their parts make; ``None`` where there is no room."""
         probes = [ready.probe(batch, sizes, train=True, mode=mode) for sizes in ([size], [part] * (size // part))]
@@ -312,7 +312,7 @@ class MeanLossCheck:
         loss, norm = ((found[0][number], found[1][number]) for number in (0, _NORM))
         return PartsComparison(samples=size, part=part, loss=loss, norm=norm, tolerance=tolerance_of(types))
 
-    def _results(self, batch: Batch, probe: Probe, packing: BatchCompression) -> dict[int, float]:
+    def _results(self, batch: Batch, probe: Probe, packing: UploadCompression) -> dict[int, float]:
         """Return each result of a batch, weighted by samples, and the norm of the gradient; no state is changed."""
         compiled = probe.compiled
         on_gpus = any(device.kind == "cuda" for device in self._pool.devices)

@@ -1,19 +1,23 @@
-"""Compression of batches where it is faster, as measured on the links and on the data."""
+"""Compression of uploads where it is faster, as measured on the links and on the data."""
 
 from __future__ import annotations
 
 import math
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
-from onebox.pool import Pool
+from onebox.pool.devices import DeviceInfo
 from onebox.wire import MOST_BYTES, Codec, codecs, pack, unpack
 
 LEAST_BYTES = 4096
 """Smaller frames are not compressed: a message costs more than their transfer."""
 
+MEASURED_EVERY = 16
+"""Frames for which a measurement counts: data of one kind may come to compress otherwise."""
+
+_MOST_KINDS = 1 << 10
 _SAMPLE_BYTES = 1 << 20
 _WORTH = 0.9
 """Compression must take less than this fraction of the time without it: measurements vary."""
@@ -74,47 +78,45 @@ def measure_codec(codec: Codec, sample: memoryview) -> CodecMeasurement:
     )
 
 
-class BatchCompression:
-    """Choice of compression for each worker and each tensor of a batch.
+class UploadCompression:
+    """Choice of compression for each worker and each kind of data.
 
     Args:
-        pool: The pool; links to workers on other machines are measured now.
-        workers: Workers of the plan.
-
-    Raises:
-        OneboxError: A worker failed or ended.
+        devices: The devices of the pool.
+        link_bps: Bytes per second from this process to the workers; infinite where a link costs nothing.
     """
 
-    def __init__(self, pool: Pool, workers: tuple[int, ...]) -> None:
-        self._link_bps = pool.client_bandwidth.bps(workers)
-        self._known = {worker: set(pool.devices[worker].codecs) & set(codecs()) for worker in workers}
-        self._measured: dict[int, dict[Codec, CodecMeasurement]] = {}
-        self._chosen: dict[tuple[int, int], Codec | None] = {}
+    def __init__(self, devices: Sequence[DeviceInfo], link_bps: Mapping[int, float]) -> None:
+        self._link_bps = link_bps
+        self._known = {worker: set(devices[worker].codecs) & set(codecs()) for worker in link_bps}
+        self._measured: dict[Hashable, tuple[int, dict[Codec, CodecMeasurement]]] = {}
         self._lock = threading.Lock()
 
-    def packed(self, worker: int, leaf: int, frame: memoryview) -> tuple[Codec | None, memoryview | bytes]:
+    def packed(self, worker: int, kind: Hashable, frame: memoryview) -> tuple[Codec | None, memoryview | bytes]:
         """Return the codec of a frame and the bytes to send.
 
         Args:
             worker: The receiver.
-            leaf: Index of its tensor in the batch.
+            kind: What frames are expected to compress alike.
             frame: Its elements.
         """
         if self._link_bps[worker] == math.inf or not LEAST_BYTES <= len(frame) <= MOST_BYTES:
             return None, frame
-        codec = self._codec(worker, leaf, frame)
+        codec = self._codec(worker, kind, frame)
         if codec is None:
             return None, frame
         made = pack(codec, frame)
         return (codec, made) if len(made) < len(frame) else (None, frame)
 
-    def _codec(self, worker: int, leaf: int, frame: memoryview) -> Codec | None:
-        """Return the codec for a tensor, measured on its first part."""
+    def _codec(self, worker: int, kind: Hashable, frame: memoryview) -> Codec | None:
+        """Return the codec for a frame, measured on the first part of this one or of one before it."""
         with self._lock:
-            if (worker, leaf) not in self._chosen:
-                if leaf not in self._measured:
-                    sample = frame[:_SAMPLE_BYTES]
-                    self._measured[leaf] = {codec: measure_codec(codec, sample) for codec in codecs()}
-                usable = {codec: found for codec, found in self._measured[leaf].items() if codec in self._known[worker]}
-                self._chosen[worker, leaf] = choose_codec(self._link_bps[worker], usable)
-            return self._chosen[worker, leaf]
+            left, measured = self._measured.pop(kind, (0, {}))
+            if not left:
+                left = MEASURED_EVERY * len(self._link_bps)
+                measured = {codec: measure_codec(codec, frame[:_SAMPLE_BYTES]) for codec in codecs()}
+            while len(self._measured) >= _MOST_KINDS:
+                del self._measured[next(iter(self._measured))]
+            self._measured[kind] = left - 1, measured
+        usable = {codec: found for codec, found in measured.items() if codec in self._known[worker]}
+        return choose_codec(self._link_bps[worker], usable)

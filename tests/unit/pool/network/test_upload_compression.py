@@ -1,18 +1,23 @@
-"""How parts of batches travel: the decision alone, and what is made of it."""
+"""How uploads travel: the decision alone, and what is made of it."""
 
 from __future__ import annotations
 
 import math
 import os
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onebox.engine.data.compression import LEAST_BYTES, BatchCompression, CodecMeasurement, choose_codec
-from onebox.pool import Pool
+from onebox.pool.network.upload_compression import (
+    LEAST_BYTES,
+    MEASURED_EVERY,
+    CodecMeasurement,
+    UploadCompression,
+    choose_codec,
+)
 from onebox.wire import Codec, unpack
 
 SPEEDS = st.floats(1e6, 1e11)
@@ -53,12 +58,9 @@ def test_a_link_that_costs_nothing_needs_none() -> None:
     assert choose_codec(1e6, {}) is None
 
 
-def packing(bps: float, codecs: tuple[str, ...] = ("lz4", "zstd")) -> BatchCompression:
-    pool: Any = SimpleNamespace(
-        client_bandwidth=SimpleNamespace(bps=lambda workers: dict.fromkeys(workers, bps)),
-        devices=[SimpleNamespace(codecs=codecs)],
-    )
-    return BatchCompression(cast(Pool, pool), (0,))
+def packing(bps: float, codecs: tuple[str, ...] = ("lz4", "zstd")) -> UploadCompression:
+    devices: Any = [SimpleNamespace(codecs=codecs)]
+    return UploadCompression(devices, {0: bps})
 
 
 @pytest.mark.parametrize("codecs", [("lz4",), ("zstd",), ("lz4", "zstd")])
@@ -80,3 +82,22 @@ def test_parts_go_as_they_are_where_packing_gains_nothing() -> None:
     known = packing(1e5)
     assert known.packed(0, 0, repeated)[0] is not None
     assert known.packed(0, 0, noise) == (None, noise)  # this one turned out to be larger packed
+
+
+def test_data_that_comes_to_compress_otherwise_is_measured_again() -> None:
+    repeated, noise = memoryview(bytes(100_000)), memoryview(os.urandom(100_000))
+    for first, later in ((repeated, noise), (noise, repeated)):
+        known = packing(1e5)
+        known.packed(0, 0, first)
+        for _ in range(MEASURED_EVERY - 1):
+            known.packed(0, 0, later)
+        assert (known.packed(0, 0, later)[0] is not None) == (later is repeated)
+
+
+def test_the_kind_that_was_sent_longest_ago_is_forgotten_where_there_are_too_many() -> None:
+    known, repeated, noise = packing(1e5), memoryview(bytes(LEAST_BYTES)), memoryview(os.urandom(LEAST_BYTES))
+    known.packed(0, "first", noise)
+    assert known.packed(0, "first", repeated)[0] is None
+    for kind in range(2000):
+        known.packed(0, kind, repeated)
+    assert known.packed(0, "first", repeated)[0] is not None
