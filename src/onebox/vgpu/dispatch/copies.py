@@ -47,7 +47,8 @@ def _put(tensor: Tensor, queue: CommandQueue, number: int) -> None:
     private = torch.empty(tensor.shape, dtype=tensor.dtype)
     private.copy_(tensor.detach())
     spec = TensorSpec(dtype_name(tensor.dtype), tuple(tensor.shape))
-    queue.before(Put((number,), (spec,)), [to_frame(private)])
+    codec, frame = queue.packing.packed(spec, to_frame(private))
+    queue.before(Put((number,), (spec,), (codec,) if codec else ()), [frame])
 
 
 def download(tensor: Tensor) -> Tensor:

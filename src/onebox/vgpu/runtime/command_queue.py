@@ -24,6 +24,7 @@ from onebox.portable import Wakeup
 from onebox.vgpu import native
 from onebox.vgpu.runtime.batcher import Batcher
 from onebox.vgpu.runtime.request_channel import RequestChannel, ScriptErrors, SentMessage
+from onebox.vgpu.runtime.upload_packing import UploadPacking
 from onebox.vgpu.signals import shielded
 from onebox.wire import KernelSpec, SlotArgument, TensorSpec
 from onebox.wire.protocol.eager import Perform, SetGenerator
@@ -128,6 +129,7 @@ class CommandQueue:
         self._writing = False
         self.channel = RequestChannel(pool, worker, errors or ScriptErrors())
         self.lock = self.channel.lock
+        self.packing = UploadPacking(pool, worker)
         self._synchronous = False
         self.has_learned = False
         """True if an operator has been of a new kind, or on new shapes, since the last :meth:`synchronize`."""
@@ -325,6 +327,7 @@ class CommandQueue:
         """Replace the locks in a forked process; another thread of its parent may have held them."""
         self.lock = self.channel.lock = threading.RLock()
         self._writes, self._writing = threading.RLock(), False
+        self.packing.after_fork()
         self.synchronous = self._forked = True  # so that already the first operator raises the error
 
     # ---- sending
