@@ -8,6 +8,9 @@ Then six scripts whose workers are killed or stopped at random moments: how many
 run, and seconds from the notice of a loss until what ran since the snapshot is sent again. And what recovery costs a
 script that loses nothing: the share of the time that workers spend on snapshots, steps with it and without it in turn,
 and the bytes that are kept. ``--losses 34`` has 200 disturbed runs and more.
+
+Last a worker that is far, 30 ms each way and 100 Mbit/s: loops that read nothing, with batches that the device has and
+with uploads, against the same loops beside a worker, in turn; and the round trips of loops that read values.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from common import Budget, batches, finish, make, show, spread
+from far_workers import UPLOADS, open_pools, round_trips, train_near_and_far
 from lost_workers import NAMES, random_losses, run
 from lost_workers_script import STEPS as SCRIPT_STEPS
 from torch import nn
@@ -34,7 +38,7 @@ from onebox.integrations.torch import UnevenSampler, weight_by_samples
 POOLS = ("cpu,cpu@0.25", "cpu,cpu@0.05", "cpu,cpu@0.5,cpu@0.25", "cpu@0.25,cpu")
 """The pools; the model is on the first device of each, which is the slowest one of the last pool."""
 
-PARTS = ("data_parallel", "ranks", "losses", "snapshots")
+PARTS = ("data_parallel", "ranks", "losses", "snapshots", "far")
 
 SHARES = (1.0, 0.25)
 """The speeds of the two ranks' devices."""
@@ -69,6 +73,8 @@ def main() -> None:
         result |= losses(options.losses)
     if "snapshots" in options.parts:
         result |= snapshots(options.rounds)
+    if "far" in options.parts:
+        result |= far(options.rounds, budget)
     finish(result, as_json=options.json)
 
 
@@ -205,6 +211,34 @@ def snapshots(rounds: int) -> dict[str, Any]:
         "snapshot_share": round(statistics.median(shares), 5),
         "recover_ratio": round(statistics.median(ratios), 4),
         "log_bytes": int(max(kept) * 2**20),
+    }
+
+
+def far(rounds: int, budget: Budget) -> dict[str, Any]:
+    """Train on a worker that is far, reading nothing, and beside one."""
+    rows, ratios, sent = list[list[str]](), dict[str, float](), dict[str, float]()
+    turns = [(name, kind) for kind in UPLOADS for name in ("mlp", "cnn")]
+    with open_pools() as pools:
+        for number, (name, kind) in enumerate(turns, 1):
+            found = train_near_and_far(pools, name, kind, budget.rounds(rounds, number / len(turns), least=3))
+            own = [there / here for there, here in zip(found.far, found.near, strict=True)]
+            key = "far_ratio" if kind == UPLOADS[0] else "far_ratio_uploads"
+            ratios[key] = max(ratios.get(key, 0.0), statistics.median(own))
+            sent |= {kind: found.near_bytes, f"{kind}, far": found.far_bytes}
+            kib = [f"{each / 2**10:.1f}" for each in (found.near_bytes, found.far_bytes)]
+            rows.append([f"{name}, {kind}", spread(found.near), spread(found.far), spread(own), *kib])
+        waits = round_trips(pools.far)
+    show(
+        f"A worker that is far, nothing read, batch {BATCH}: ms/step, median (least to most), KiB sent a step",
+        ["model, images", "near", "far", "far / near", "KiB near", "KiB far"],
+        rows,
+    )
+    return {
+        **{key: round(ratio, 4) for key, ratio in ratios.items()},
+        "far_upload_bytes": round(sent["floats, far"]),
+        "far_upload_bytes_plain": round(sent["floats"]),
+        "round_trips_of_three_reads": waits["three_reads"],
+        "round_trips_of_ten_steps": waits["ten_steps"],
     }
 
 

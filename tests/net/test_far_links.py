@@ -16,6 +16,8 @@ import pytest
 import torch
 
 import onebox
+from onebox.vgpu.runtime.context import current_context
+from onebox.vgpu.runtime.upload_packing import MEASURED_BYTES
 from onebox.wire import TensorSpec, from_frame, to_frame
 from onebox.wire.protocol.groups import LeaveGroup
 from onebox.wire.protocol.instructions import Get, Receive, Send
@@ -101,6 +103,38 @@ def test_training_over_several_connections_has_the_result_of_one_process(tmp_pat
     assert_same(found, alone(plan, steps))
     assert between >= 2 * len(MACHINES) * (len(MACHINES) - 1) * MOST_CONNECTIONS, "at both ends of each"
     assert max(max(each.values()) for each in used) > 1, "of those to one peer"
+
+
+@pytest.mark.feature("Virtual devices: Compress uploads to far workers without loss")
+def test_a_script_sends_a_far_worker_less_than_its_batches_and_waits_only_for_values(tmp_path: Path) -> None:
+    name, generator = MACHINES[0], torch.Generator().manual_seed(0)
+    try:
+        network = Network([name, "client"], delay_s=DELAY_S)
+    except RuntimeError as error:
+        pytest.skip(f"no cables that take their time here: {error}")
+    images = torch.randint(256, (8, 32, 784), dtype=torch.uint8, generator=generator)
+    images[torch.rand(images.shape, generator=generator) < 0.8] = 0
+    with network, Fleet(network, tmp_path) as fleet:
+        network["client"].limit(RATE_BPS)
+        fleet.pair(name)
+        fleet.start([name])
+        with fleet.client(), onebox.open(fleet.spec(name), threads=1, grace_s=GRACE_S) as pool:
+            (queue,) = current_context().queues
+            torch.zeros(MEASURED_BYTES + 1, dtype=torch.uint8).to("vgpu:0")
+            weight = torch.ones(784, 10, device="vgpu:0") / 784
+            queue.synchronize()
+            waits, before = queue.channel.waits, pool.sent_bytes[0]
+            outs = [batch.to("vgpu:0", non_blocking=True).float() @ weight for batch in images]
+            total, largest = sum(out.sum() for out in outs), outs[-1].amax()
+            assert queue.channel.waits == waits
+            queue.synchronize()
+            sent = pool.sent_bytes[0] - before
+            values = total.item(), largest.item()
+            there = images.to("vgpu:0").cpu()
+    assert sent < 0.7 * images.nbytes
+    assert torch.equal(there, images)
+    assert values[0] == pytest.approx(10 * images.float().sum().item() / 784)
+    assert values[1] == pytest.approx(images[-1].float().mean(1).amax().item())
 
 
 class Passed(NamedTuple):
