@@ -75,6 +75,14 @@ def test_each_device_normalises_its_share(divided: None, request: pytest.Fixture
     assert_same_state(plain, parallel.module)
 
 
+@pytest.mark.parametrize("divided", [BatchDivision((0,))], indirect=True)
+def test_what_the_device_of_the_model_computes_alone_is_not_copied(divided: None) -> None:
+    net, x = Net().to("vgpu"), torch.randn(12, 3, 6, 6)
+    for output_device, copied in ((None, False), (1, True)):
+        made = nn.DataParallel(net, output_device=output_device)(x)
+        assert ("Gather" in str(made.grad_fn)) is copied
+
+
 class Pieces(nn.Module):
     """Takes tensors of several lengths in containers, and returns such."""
 

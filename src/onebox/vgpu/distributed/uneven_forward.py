@@ -163,6 +163,8 @@ class UnevenForward:
         mode.rows = mode.rows or min(chunks.values()) > 1
         if step is not None:
             self._pending.append(step)
+        if [*chunks] == [0] and parallel.output_device == self._numbers[0]:
+            return outputs[0]  # gathering would copy it, and end the device's batch of calls
         return parallel.gather(outputs, parallel.output_device)
 
     def _outputs(
