@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import onebox
+from onebox.pool.sharing import AttachedPool, PoolServer
 from onebox.pool.streams import stream_recovery
 from onebox.vgpu import attach
 from onebox.vgpu.runtime import upload_packing
@@ -76,7 +77,7 @@ def sent_bytes(pool: onebox.Pool, *tensors: Tensor) -> int:
     (queue,) = current_context().queues
     before = measured(pool)
     found = [tensor.to(HERE) for tensor in tensors]
-    queue.flush()
+    queue.synchronize()
     sent = pool.sent_bytes[0] - before
     assert all(torch.equal(one.cpu(), tensor) for one, tensor in zip(found, tensors, strict=True))
     return sent
@@ -118,6 +119,20 @@ def test_a_worker_without_the_codecs_is_sent_what_it_can_read(far: None, opened:
     pool.devices = tuple(dataclasses.replace(device, codecs=()) for device in pool.devices)
     attach(pool)
     assert sent_bytes(pool, images) == images.nbytes
+
+
+def test_a_process_that_shares_the_pool_compresses_its_uploads(far: None, opened: Open) -> None:
+    pool, images = opened(virtual_devices=False), dark_images(64)
+    server = PoolServer(pool)
+    try:
+        child = AttachedPool(server.address)
+        try:
+            attach(child)
+            assert sent_bytes(pool, images) < 0.7 * images.nbytes
+        finally:
+            child.close()
+    finally:
+        server.close()
 
 
 def train(opened: Open, *, kill: int = -1) -> tuple[list[Tensor], int]:
