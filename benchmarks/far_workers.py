@@ -134,8 +134,9 @@ def train_near_and_far(pools: Pools, name: str, kind: str, rounds: Iterable[int]
         sides[-1].run(FIRST)
     attach(pools.near)
     steps = max(1, round(TURN_S * 1e3 / sides[0].run(FIRST)))
-    for _ in rounds:
-        for number, (pool, side) in enumerate(zip(pools, sides, strict=True)):
+    for turn in rounds:
+        for number in (0, 1) if turn % 2 else (1, 0):  # so that a growing load of the machine meets both
+            pool, side = pools[number], sides[number]
             attach(pool)
             before = pool.sent_bytes[0]
             times[number].append(side.run(steps))
