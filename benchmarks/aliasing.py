@@ -33,10 +33,13 @@ def main() -> None:
     parser.add_argument("--programs", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0, help="of the first program; each has its own")
     parser.add_argument("--json", action="store_true", help="print one JSON object last")
+    parser.add_argument("--memory", help="of each device, beyond which tensors go to the memory of the host")
     options = parser.parse_args()
     counts: Counter[str] = Counter(dict.fromkeys(("equal", "refused", "silent", "raised", "crashes"), 0))
     begin_s, end = time.monotonic(), options.seed + options.programs
-    with onebox.open("cpu*2", threads=1) as pool:
+    with onebox.open(
+        "cpu*2", threads=1, memory=options.memory, memory_policy="offload" if options.memory else None
+    ) as pool:
         attach(pool)
         for first in range(options.seed, end, CHUNK):
             try:

@@ -9,13 +9,16 @@ run, and seconds from the notice of a loss until what ran since the snapshot is 
 script that loses nothing: the share of the time that workers spend on snapshots, steps with it and without it in turn,
 and the bytes that are kept. ``--losses 34`` has 200 disturbed runs and more.
 
-Last a worker that is far, 30 ms each way and 100 Mbit/s: loops that read nothing, with batches that the device has and
+Then a worker that is far, 30 ms each way and 100 Mbit/s: loops that read nothing, with batches that the device has and
 with uploads, against the same loops beside a worker, in turn; and the round trips of loops that read values.
+
+Last ten scripts that run out of memory and go on; and twice the batch that fits, with the rest in the host's memory.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import statistics
 import time
 from collections.abc import Callable
@@ -27,6 +30,7 @@ from common import Budget, batches, finish, make, show, spread
 from far_workers import UPLOADS, open_pools, round_trips, train_near_and_far
 from lost_workers import NAMES, random_losses, run
 from lost_workers_script import STEPS as SCRIPT_STEPS
+from memory_scripts import WAYS, goes_on
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data.distributed import DistributedSampler
@@ -38,7 +42,7 @@ from onebox.integrations.torch import UnevenSampler, weight_by_samples
 POOLS = ("cpu,cpu@0.25", "cpu,cpu@0.05", "cpu,cpu@0.5,cpu@0.25", "cpu@0.25,cpu")
 """The pools; the model is on the first device of each, which is the slowest one of the last pool."""
 
-PARTS = ("data_parallel", "ranks", "losses", "snapshots", "far")
+PARTS = ("data_parallel", "ranks", "losses", "snapshots", "far", "memory")
 
 SHARES = (1.0, 0.25)
 """The speeds of the two ranks' devices."""
@@ -75,6 +79,8 @@ def main() -> None:
         result |= snapshots(options.rounds)
     if "far" in options.parts:
         result |= far(options.rounds, budget)
+    if "memory" in options.parts:
+        result |= memory(options.rounds)
     finish(result, as_json=options.json)
 
 
@@ -240,6 +246,59 @@ def far(rounds: int, budget: Budget) -> dict[str, Any]:
         "round_trips_of_three_reads": waits["three_reads"],
         "round_trips_of_ten_steps": waits["ten_steps"],
     }
+
+
+def memory(rounds: int) -> dict[str, Any]:
+    """Run scripts that go on after a lack of memory; then train twice the batch that fits, with what does not in the
+    host's memory, and without a limit, in turn."""
+    retried = {way: goes_on(way) for way in WAYS}
+    show(
+        "Scripts that begin with more than fits, find out, and train with what fits",
+        ["way", "goes on"],
+        [[way, "yes" if done else "no"] for way, done in retried.items()],
+    )
+    largest, limit_bytes = 0, 16 << 20
+    with onebox.open("cpu", threads=1, memory=limit_bytes), contextlib.suppress(torch.OutOfMemoryError):
+        for batch in range(64, 1 << 16, 64):
+            _deep(batch)(1)
+            largest = batch
+    times: list[list[float]] = [[], []]
+    peaks = list[int]()
+    for _ in range(rounds):
+        for limited, of_side in zip((False, True), times, strict=True):
+            limits: dict[str, Any] = {"memory": limit_bytes, "memory_policy": "offload"} if limited else {}
+            with onebox.open("cpu", threads=1, **limits):
+                side = _deep(2 * largest)
+                side(3)
+                of_side.append(side(STEPS))
+                peaks.append(torch.vgpu.max_memory_allocated())
+    ratios = [ours / plain for plain, ours in zip(*times, strict=True)]
+    show(
+        f"An MLP of 9 layers, batch {2 * largest}, where {largest} fit in 16 MiB: ms/step, median (least to most)",
+        ["without a limit", "in 16 MiB", "ratio", "MiB without a limit"],
+        [[*(spread(each, 1) for each in times), spread(ratios), f"{max(peaks) / 2**20:.1f}"]],
+    )
+    return {"oom_scripts": sum(retried.values()), "offload_ratio": round(statistics.median(ratios), 4)}
+
+
+def _deep(batch: int) -> Callable[[int], float]:
+    """Return a function like that of :func:`training`, for a model whose activations take most of its memory."""
+    torch.manual_seed(0)
+    layers = [each for _ in range(8) for each in (nn.Linear(128, 128), nn.GELU())]
+    model = nn.Sequential(*layers, nn.Linear(128, 10)).to("vgpu:0")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    inputs, labels = torch.randn(batch, 128), torch.randint(10, (batch,))
+
+    def run(steps: int) -> float:
+        begin = time.perf_counter()
+        for _ in range(steps):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(inputs.to("vgpu:0")), labels.to("vgpu:0")).backward()
+            optimizer.step()
+        torch.vgpu.synchronize()
+        return (time.perf_counter() - begin) / steps * 1e3
+
+    return run
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from onebox.pool.sharing.message_stream import MessageStream
 from onebox.pool.sharing.messages import Claim
 from onebox.pool.streams.message_log import SPAN
 from onebox.wire import TensorSpec, encode
-from onebox.wire.protocol.eager import CopyBuffers
+from onebox.wire.protocol.eager import BoundMemory, CopyBuffers
 from onebox.wire.protocol.groups import FormGroup, Rendezvous, TicketCancelled
 from onebox.wire.protocol.instructions import Free, Get
 from onebox.wire.protocol.requests import Envelope, FreeRange, Put, ReadClock, Shutdown
@@ -525,6 +525,14 @@ def test_what_only_the_parent_may_send_to_a_worker_is_refused(server: PoolServer
         number = put(pool, 0)
         with pytest.raises(UsageError, match="what only the one that shares its devices may send"):
             pool.post(0, [Free(()), own], answer=True).result(WITHIN_S)
+        assert got(pool, 0, number) == b"\1\2\3\4"
+
+
+def test_a_child_bounds_the_memory_of_its_own_buffers_alone(server: PoolServer) -> None:
+    with attached(server) as pool:
+        with pytest.raises(UsageError, match="of the memory of its own buffers only"):
+            pool.post(0, [BoundMemory(0, 1 << 60, most_bytes=1)], answer=True).result(WITHIN_S)
+        number = put(pool, 0)
         assert got(pool, 0, number) == b"\1\2\3\4"
 
 

@@ -42,7 +42,8 @@ _ADVICE = {
     "values": "use a cpu or cuda device where values are needed",
     "address": "behind a NAT let the agent serve at an address of its host that the router forwards to (onebox serve "
     "--bind), beside the one that it advertises; or let gradients be summed at the client (sync='client')",
-    "memory": "use smaller batches, let go of what is needed no more, or give the device a larger budget (memory=)",
+    "memory": "use smaller batches, let go of what is needed no more, or give the device a larger budget (memory=); "
+    "onebox run --memory-policy offload uses the memory of its host, too",
     "peer": "another worker of the group went away or did not answer in time",
     "protocol": "client and worker disagree; this is an error inside onebox",
 }

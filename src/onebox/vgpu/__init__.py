@@ -14,7 +14,16 @@ from onebox.vgpu.distributed.ranks import Ranks, spawn
 from onebox.vgpu.distributed.uneven_forward import EQUAL_SHARES
 from onebox.vgpu.distributed.uneven_ranks import SHARES
 from onebox.vgpu.registration import install, uninstall
-from onebox.vgpu.runtime.context import attach, current_context, open_on_demand, open_queues, recover_scripts
+from onebox.vgpu.runtime.context import (
+    MEMORY_POLICY,
+    apply_memory_policy,
+    attach,
+    current_context,
+    open_on_demand,
+    open_queues,
+    recover_scripts,
+)
+from onebox.vgpu.runtime.context import memory_policy as _policy
 from onebox.worker import Fault
 
 
@@ -31,6 +40,7 @@ def open_devices(
     plain_links: bool = False,
     recover: bool | None = None,
     recover_memory: int | str | None = None,
+    memory_policy: str | None = None,
 ) -> Pool:
     """Open a pool of devices: of this machine, of other hosts, or of a Ray cluster.
 
@@ -66,6 +76,11 @@ def open_devices(
             says (``1`` or ``0``), else with devices of other machines.
         recover_memory: With it the most bytes of this process's memory that a snapshot, and what is sent between two,
             may take, as bytes or text such as ``2GiB``; by default a quarter of the host's.
+        memory_policy: What happens where a script's tensor finds no room on its device, whose memory or ``memory`` is
+            full. With ``keep`` the operator is an error; with ``offload`` the tensors that were last used longest ago
+            go to the memory of the device's host, and come back for their next use, so that an operator needs room for
+            its own tensors only. A CPU worker has a memory of its own only with ``memory``. When ``None``, as the
+            environment variable ``ONEBOX_MEMORY_POLICY`` says, else ``keep``.
 
     Returns:
         The pool; close it, or use it as a context manager.
@@ -85,6 +100,7 @@ def open_devices(
     """
     require_bool("virtual_devices", virtual_devices)
     recovery_budget(recover, recover_memory, remote=False)  # raises before workers are started
+    _policy(memory_policy)
     pool = open_pool(
         spec,
         threads=threads,
@@ -100,6 +116,7 @@ def open_devices(
             install()
             attach(pool)
             recover_scripts(pool, recover, recover_memory)
+            apply_memory_policy(pool, memory_policy)
         except BaseException:
             pool.close()
             raise
@@ -124,6 +141,7 @@ def used_devices(pool: Pool) -> set[int]:
 
 __all__ = [
     "EQUAL_SHARES",
+    "MEMORY_POLICY",
     "SHARES",
     "Pool",
     "Ranks",

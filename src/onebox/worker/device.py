@@ -115,6 +115,13 @@ class ComputeDevice:
             self.accelerator.generator.set_state(self._aside)
             self._aside = None
 
+    def usable_bytes(self) -> int:
+        """Return the bytes that tensors may take of the memory of a device other than the host; 0 of the host."""
+        if not self.accelerator.asynchronous:
+            return 0
+        found = self.accelerator.memory()
+        return usable_bytes(found.free_bytes + found.reserved_bytes)
+
     def new_generator(self, seed: int) -> torch.Generator:
         """Return a new random number generator of this device."""
         return self.accelerator.new_generator(seed)

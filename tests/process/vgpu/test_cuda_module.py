@@ -223,7 +223,6 @@ def test_what_has_no_counterpart_says_so() -> None:
     for name, use in (
         ("CUDAGraph", torch.cuda.CUDAGraph),
         ("nccl.all_reduce", lambda: torch.cuda.nccl.all_reduce([torch.ones(1)])),
-        ("set_per_process_memory_fraction", lambda: torch.cuda.set_per_process_memory_fraction(0.5)),
         ("set_sync_debug_mode", lambda: torch.cuda.set_sync_debug_mode("warn")),
         (r"Event\(external=True\)", lambda: torch.cuda.Event(external=True)),
     ):
@@ -231,7 +230,6 @@ def test_what_has_no_counterpart_says_so() -> None:
             NotImplementedError, match=rf"torch\.cuda\.{name} has no counterpart on the virtual devices"
         ):
             use()
-    torch.cuda.set_per_process_memory_fraction(1.0)
     torch.cuda.set_sync_debug_mode("default")
 
 

@@ -25,7 +25,7 @@ from onebox.pool.devices import DeviceInfo
 from onebox.pool.sharing import ADDRESS, UNSHARED, PoolServer
 from onebox.portable import UNIX_SOCKETS
 from onebox.stop_signals import RECENT, exit_status, handling
-from onebox.vgpu import EQUAL_SHARES, SHARES, open_devices, set_synchronous, used_devices
+from onebox.vgpu import EQUAL_SHARES, MEMORY_POLICY, SHARES, open_devices, set_synchronous, used_devices
 from onebox.vgpu.cuda_alias import alias_cuda
 
 MODULE = "-m"
@@ -53,10 +53,13 @@ def run_script(config: RunConfig) -> int:
             plain_links=config.plain_links,
             recover=config.recovers,
             recover_memory=config.recover_memory,
+            memory_policy=config.memory_policy,
         )
         hosts = devices_by_host(pool.devices)
         if hosts.count(";"):
             print(f"onebox: {hosts}", file=sys.stderr, flush=True)
+        if config.memory_policy:
+            os.environ[MEMORY_POLICY] = config.memory_policy  # also for processes that the script starts
         alias_cuda()
         set_synchronous(config.synchronous)
         if config.equal_shares:

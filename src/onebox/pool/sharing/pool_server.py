@@ -23,7 +23,7 @@ from onebox.pool.sharing.messages import ENVELOPES, ChildEnvelope, Claim, Moved,
 from onebox.pool.streams.message_log import SPAN
 from onebox.wire import encode
 from onebox.wire.protocol.codec import decode
-from onebox.wire.protocol.eager import CopyBuffers
+from onebox.wire.protocol.eager import BoundMemory, CopyBuffers
 from onebox.wire.protocol.groups import FormGroup, LeaveGroup, Reduced, Rendezvous, TicketCancelled
 from onebox.wire.protocol.instructions import Ask, Free
 from onebox.wire.protocol.requests import FreeRange, ReadClock, Shutdown
@@ -203,6 +203,9 @@ class _Child(MessageStream):
         kinds = set(map(type, instructions))
         if kinds & _NOT_FORWARDED:
             raise UsageError("a child process sent to a worker what only the one that shares its devices may send")
+        bounds = [each for each in instructions if isinstance(each, BoundMemory)]
+        if any(not self._first <= each.first < each.end <= self._first + SPAN for each in bounds):
+            raise UsageError("a child process may say something of the memory of its own buffers only")
         if not (self._may_use(worker) or kinds <= _UNHINDERED):
             raise _of_another(worker)
         self._server.used.add(worker)

@@ -19,7 +19,7 @@ from typing import IO, Any, NamedTuple
 from msgspec.structs import replace
 
 from onebox.wire import GeneratorSpec, TapeSpec
-from onebox.wire.protocol.eager import FREE, DefaultType, KernelSpec, StreamHeader
+from onebox.wire.protocol.eager import FREE, BoundMemory, DefaultType, KernelSpec, StreamHeader
 from onebox.wire.protocol.groups import LeaveGroup
 from onebox.wire.protocol.instructions import Ask, Broadcast, Free, Gather, Receive, Reduce, Send
 from onebox.wire.protocol.requests import Define, FreeRange, Instruction
@@ -160,12 +160,14 @@ class WorkerState:
         ended: The numbers of those that are freed, and that tapes may still refer to.
         default: The default element type.
         streams: Numbers of the streams.
+        bounds: What was said of their memory.
     """
 
     definitions: dict[int, Define] = field(default_factory=dict)
     ended: set[int] = field(default_factory=set)
     default: DefaultType | None = None
     streams: set[int] = field(default_factory=set)
+    bounds: dict[int, BoundMemory] = field(default_factory=dict)
 
     def take(self, instructions: Iterable[Instruction]) -> None:
         """Record the effect of instructions."""
@@ -178,11 +180,14 @@ class WorkerState:
                     self.ended.update(number for number in numbers if number in self.definitions)
                 case DefaultType():
                     self.default = each
+                case BoundMemory(first=first):
+                    self.bounds[first] = each
                 case StreamHeader(number=number):
                     self.streams.add(number)
                 case FreeRange(first=first, end=end):
                     self.ended.update(number for number in self.definitions if first <= number < end)
                     self.streams = {number for number in self.streams if not first <= number < end}
+                    self.bounds = {number: own for number, own in self.bounds.items() if not first <= number < end}
                 case _:
                     pass
 
@@ -222,7 +227,7 @@ class WorkerState:
 
     def copy(self) -> WorkerState:
         """Return a copy."""
-        return WorkerState(dict(self.definitions), set(self.ended), self.default, set(self.streams))
+        return WorkerState(dict(self.definitions), set(self.ended), self.default, set(self.streams), dict(self.bounds))
 
 
 class Balance:

@@ -628,7 +628,7 @@ class StreamRecovery:
                 raise error
         for worker, state in log.base.items():
             start: list[Instruction] = [] if state.default is None else [state.default]
-            start += state.definitions.values()
+            start += [*state.bounds.values(), *state.definitions.values()]
             if state.ended:
                 start.append(Free((), tuple(state.ended)))
             self._post(worker, start)

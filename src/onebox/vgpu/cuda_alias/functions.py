@@ -12,6 +12,7 @@ from onebox.vgpu.cuda_alias.device_names import number_of, to_cuda
 from onebox.vgpu.cuda_alias.unsupported import raise_unsupported
 from onebox.vgpu.integration import device_module
 from onebox.vgpu.runtime import context
+from onebox.vgpu.runtime.command_queue import CommandQueue
 
 _BFLOAT16 = _TENSOR_FLOAT32 = 8
 """The first compute capability with these types in hardware."""
@@ -185,13 +186,24 @@ def memory_summary(device: Any = None, abbreviated: bool = False) -> str:
 
 
 def get_per_process_memory_fraction(device: Any = None) -> float:
-    """Return 1: this process may use all of the device's memory."""
-    number_of(device)
-    return 1.0
+    """Return the share of a device's memory that this process may use."""
+    queue, total = _memory_of(device)
+    return queue.most_bytes / total if queue.most_bytes else 1.0
 
 
 def set_per_process_memory_fraction(fraction: float, device: Any = None) -> None:
-    """Accept 1 and reject all else: a worker's memory is limited when the pool is opened."""
-    number_of(device)
-    if fraction != 1:
-        raise_unsupported("torch.cuda.set_per_process_memory_fraction")
+    """Set the share of a device's memory that this process may use, within the limit of the pool.
+
+    Raises:
+        ValueError: It is not a number from 0 to 1.
+    """
+    if not (isinstance(fraction, float | int) and 0 <= fraction <= 1):
+        raise ValueError(f"Invalid fraction value: {fraction}. Allowed range: 0 to 1")
+    queue, total = _memory_of(device)
+    queue.bound_memory(most_bytes=max(1, int(fraction * total)) if fraction < 1 else 0)
+
+
+def _memory_of(device: Any) -> tuple[CommandQueue, int]:
+    """Return a device's queue, and the bytes of its memory."""
+    number = number_of(device)
+    return context.place(number), device_module.get_device_properties(number).total_memory

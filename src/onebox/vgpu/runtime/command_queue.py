@@ -20,6 +20,7 @@ import torch
 
 from onebox.errors import OneboxError, PoolError
 from onebox.pool import Pool, WorkerReply
+from onebox.pool.streams.message_log import stream_end
 from onebox.portable import Wakeup
 from onebox.vgpu import native
 from onebox.vgpu.runtime.batcher import Batcher
@@ -27,7 +28,7 @@ from onebox.vgpu.runtime.request_channel import RequestChannel, ScriptErrors, Se
 from onebox.vgpu.runtime.upload_packing import UploadPacking
 from onebox.vgpu.signals import shielded
 from onebox.wire import KernelSpec, SlotArgument, TensorSpec
-from onebox.wire.protocol.eager import Perform, SetGenerator
+from onebox.wire.protocol.eager import BoundMemory, Perform, SetGenerator
 from onebox.wire.protocol.instructions import Ask, Call, Free, Get
 from onebox.wire.protocol.requests import Define, Instruction
 from onebox.wire.protocol.responses import FilledSlots, OperatorResult, Scalars, Tensors
@@ -141,6 +142,8 @@ class CommandQueue:
             self._default_type = torch.get_default_dtype()
         if pool.attached:
             self._start.append((SetGenerator(0, FIRST_SEED), ()))
+        self._bound: BoundMemory | None = None  # what is to be said of this process's memory there
+        self.offloads, self.most_bytes = False, 0
         self._size = CALLS
         self._first: list[tuple[Instruction, Sequence[Any]]] = []  # instructions that precede the calls, with frames
         self._frame_bytes = 0
@@ -214,6 +217,19 @@ class CommandQueue:
             if len(self.views) >= CACHED_VIEWS:
                 self.ended.extend(op.number for op in self.views.values())
                 self.views.clear()
+
+    def bound_memory(self, *, offload: bool | None = None, most_bytes: int | None = None) -> None:
+        """Say what happens where a buffer finds no room, from the next message on.
+
+        Args:
+            offload: Whether buffers go to the host's memory; as before when ``None``.
+            most_bytes: The most bytes of buffers; 0 for the worker's quota, as before when ``None``.
+        """
+        with self.lock:
+            self.offloads = self.offloads if offload is None else offload
+            self.most_bytes = self.most_bytes if most_bytes is None else most_bytes
+            first = self.pool.first_buffer
+            self._bound = BoundMemory(first, stream_end(first), self.offloads, self.most_bytes)
 
     def define(self, op: RecordedOp) -> None:
         """Send a kernel before its first call."""
@@ -376,6 +392,9 @@ class CommandQueue:
                 if self._default_type is not None:
                     self._start.append((self.pool.default_type(self.worker, self._default_type), ()))
                     self._default_type = None
+                if self._bound is not None:
+                    self._start.append((self._bound, ()))
+                    self._bound = None
                 self._first, self._start = [*self._start, *self._first], []
             recorded: list[Instruction] = [instruction for instruction, _ in self._first]
             carried = [frame for _, brought in self._first for frame in brought]

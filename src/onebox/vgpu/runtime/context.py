@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import logging
 import os
 import threading
 import time
@@ -23,6 +24,13 @@ from onebox.vgpu.runtime.request_channel import ScriptErrors
 
 Device = torch.device | str | int | None
 """A device in any form that PyTorch accepts."""
+
+MEMORY_POLICY = "ONEBOX_MEMORY_POLICY"
+"""Environment variable that says what happens where a device has no room for a buffer: ``keep`` or ``offload``."""
+
+_POLICIES = ("keep", "offload")
+
+_LOG = logging.getLogger("onebox")
 
 SETTLE_S = 60.0
 """Bound of the wait for all workers after one has missed a tensor of another."""
@@ -236,8 +244,10 @@ def _open_own() -> DeviceContext:
         if found is not None:
             return found
         recovery_budget(None, None, remote=False)
+        memory_policy()
         made = attach(open_pool())
         recover_scripts(made.pool)
+        apply_memory_policy(made.pool)
         return made
 
 
@@ -248,6 +258,35 @@ def recover_scripts(pool: Pool, recover: bool | None = None, memory: int | str |
         pool.recover_scripts(budget_bytes)
 
 
+def memory_policy(policy: str | None = None) -> str:
+    """Return what happens where a device has no room for a buffer; see :func:`onebox.open`.
+
+    Raises:
+        UsageError: It is something else than ``keep`` and ``offload``.
+    """
+    said = os.environ.get(MEMORY_POLICY, "") or "keep"
+    for name, value in (("memory_policy", policy), (MEMORY_POLICY, said)):
+        if value not in (None, *_POLICIES):
+            raise UsageError(f"{name}={value!r}: allowed are {' and '.join(map(repr, _POLICIES))}")
+    return policy or said
+
+
+def apply_memory_policy(pool: Pool, policy: str | None = None) -> None:
+    """Let buffers of scripts on a pool go to the host's memory, if that is the policy."""
+    if memory_policy(policy) != "offload":
+        return
+    for queue in _open_contexts[id(pool)].queues:
+        queue.bound_memory(offload=True)
+    unlimited = [each for each in pool.devices if each.device == "cpu" and each.memory_bytes >= each.host_bytes > 0]
+    if unlimited and not pool.attached:
+        _LOG.warning(
+            "the memory of %s on %s is its host's, so that nothing goes anywhere with the memory policy 'offload'; "
+            "memory='2GiB' (--memory) gives it its own",
+            unlimited[0].device,
+            unlimited[0].host,
+        )
+
+
 def _attach_to_parent() -> DeviceContext:
     with _attaching[0]:
         found = _newest()
@@ -255,6 +294,7 @@ def _attach_to_parent() -> DeviceContext:
             return found
         pool = AttachedPool(parent_address())
         made = attach(pool)
+        apply_memory_policy(pool)
         pool.closing.insert(0, lambda: _send_recorded(made))
         return made
 

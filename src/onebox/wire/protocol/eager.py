@@ -9,7 +9,9 @@ tracks shared memory.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
+
+from msgspec import Meta
 
 from onebox.wire.program import Value, WireStruct
 
@@ -200,6 +202,23 @@ class CopyBuffers(WireStruct, frozen=True, tag="copies"):
 
     first: int
     end: int
+
+
+class BoundMemory(WireStruct, frozen=True, tag="bound"):
+    """Say what happens where a stream's buffers find no room on the device.
+
+    Args:
+        first: The first number of the stream's buffers.
+        end: The number after the last one.
+        offload: Whether buffers that were last used longest ago go to the host's memory, and come back for their next
+            use; otherwise the operator fails.
+        most_bytes: The most bytes of buffers on the device, if that is less than the worker's quota; 0 for the quota.
+    """
+
+    first: int
+    end: int
+    offload: bool = False
+    most_bytes: Annotated[int, Meta(ge=0)] = 0
 
 
 EagerWork = Replay | Perform | SetGenerator | KeepGenerator | DefaultType

@@ -11,6 +11,7 @@ from typing import Literal
 
 from onebox.wire.program import Message, Program, TensorSpec
 from onebox.wire.protocol.eager import (
+    BoundMemory,
     CopyBuffers,
     EagerWork,
     GeneratorSpec,
@@ -23,7 +24,7 @@ from onebox.wire.protocol.groups import FormGroup, LeaveGroup, Reduced, Rendezvo
 from onebox.wire.protocol.instructions import GroupDelays, Options, Step
 from onebox.wire.protocol.snapshots import SlotInstruction, StateEntry
 
-PROTOCOL = 26
+PROTOCOL = 27
 """Version of the messages in this folder and of ``program.py``; client and worker must agree."""
 
 
@@ -196,6 +197,7 @@ Instruction = (
     | Put
     | Run
     | EagerWork
+    | BoundMemory
     | CopyBuffers
     | StreamHeader
     | SlotInstruction

@@ -151,12 +151,15 @@ class EagerExecutor:
             store.forget(number)
         tape = self._tape(replay)
         contents: list[Any]
+        fits = True
         try:
             contents, void = store.many(inputs), failure is not None
         except (Poisoned, WireError, RankLost):
             contents, void = [self._content(number) for number in inputs], True
+        except QuotaExceeded:  # not all at once: each operator brings what it uses
+            contents, void, fits = [store.present(number) for number in inputs], failure is not None, False
         run = TapeRun(self._context, tape, replay, void, failure)
-        whole = not void and tape.peak_bytes >= 0
+        whole = fits and not void and tape.peak_bytes >= 0
         if whole:
             try:
                 store.reserve(tape.peak_bytes)
@@ -166,13 +169,15 @@ class EagerExecutor:
             run.run(contents)
             return
         run.count()
+        moves = store.overflow.moves if store.overflow is not None else 0
         _, peak_bytes = store.peak_of(lambda: run.run(contents))
-        if run.failure is None and not void:
+        still = store.overflow is None or (fits and store.overflow.moves == moves)
+        if run.failure is None and not void and still:
             tape.peak_bytes = peak_bytes
 
     def _content(self, number: int) -> Any:
         try:
-            return self._store.get(number)
+            return self._store.present(number)
         except (Poisoned, WireError, RankLost) as error:
             return Void(error)
 
@@ -296,7 +301,7 @@ class TapeRun:
             for index in tape.ends:  # the registers have them
                 store.forget(inputs[index])
         steps: Iterable[Row] = tape.steps
-        if self._void:
+        if self._void or (self._numbers and store.overflow is not None):
             steps = map(self._guarded, steps)
         elif self._numbers and tape.reserving:
             steps = list(steps)
@@ -328,6 +333,9 @@ class TapeRun:
             missing = void_among(step, registers)
             if missing is not None:
                 raise missing.error
+            if store.overflow is not None:
+                store.overflow.begin()
+                store.use(tensors_of(step, registers))
             arguments = step.pick(registers)
             if kernel.new_bytes:  # it also writes to arguments, which a lack of memory must precede
                 store.reserve(kernel.new_bytes)

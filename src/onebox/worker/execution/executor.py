@@ -11,11 +11,12 @@ from typing import Any, TypeVar, get_args
 
 import torch
 from msgspec.structs import replace
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 
 from onebox.errors import WireError
 from onebox.wire import GeneratorSpec, KernelSpec, TapeSpec, TensorSpec, from_frame, rows_of, spec_of, to_frame, unpack
 from onebox.wire.protocol.eager import (
+    BoundMemory,
     CopyBuffers,
     EagerWork,
     KeepGenerator,
@@ -83,6 +84,7 @@ from onebox.worker.memory.async_copy import AsyncCopier, copier_for
 from onebox.worker.memory.buffers import BufferStore, Poisoned, QuotaExceeded
 from onebox.worker.memory.host import HostMemory
 from onebox.worker.memory.offload import Offloader
+from onebox.worker.memory.overflow import Overflow
 from onebox.worker.optimizer.deferred import DeferredOptimizer
 from onebox.worker.optimizer.native import NativeOptimizer
 from onebox.worker.programs.graphs import GraphMemory
@@ -157,10 +159,14 @@ class Executor:
             quota_bytes=quota_bytes,
             sharing_key=sharing_key,
         )
+        self._quota_bytes = quota_bytes
+        self._overflow: Overflow | None = None
+        self._bounds: dict[int, BoundMemory] = {}
         self._owed: dict[int, tuple[int, ...]] = {}  # groups of the routines that could not be defined
         self._snapshots = SnapshotService(accelerator, self.store, self.host, self._groups, self._definition, faults)
         self._collectives = CollectiveExecutor(self.store, self._groups, self._before_update)
-        self._offloader = Offloader(accelerator, self.store, self.host, self._copier(faults))
+        self._copies = self._copier(faults)
+        self._offloader = Offloader(accelerator, self.store, self.host, self._copies)
         self._votes = self.votes_type(
             accelerator, self.store, self._groups, lambda number: self._definition(number, CompiledProgram)
         )
@@ -328,6 +334,8 @@ class Executor:
         progress = self.progress
         progress.executed += 1
         progress.doing = type(instruction).__name__.lower()
+        if self.store.overflow is not None:
+            self.store.overflow.begin()
         try:
             self._faults.before(progress)
             if self._votes.skips(instruction, resolve):
@@ -515,6 +523,8 @@ class Executor:
                 self.store.reserve(spec.size_bytes)  # before memory is allocated
                 frame = unpack(codec, frame, spec.size_bytes)
             made = self._device.fill(spec, frame)
+            if self.store.overflow is not None:
+                made = self.store.overflow.own(made)
             if put.there:
                 self._updates.overwrite(number, made, self._definitions.values())
             else:
@@ -613,6 +623,11 @@ class Executor:
         for number in [number for number in self._definitions if free.first <= number < free.end]:
             self._undefine(number)
         self._streams.end(free.first, free.end)
+        ended = [number for number in self._bounds if free.first <= number < free.end]
+        for number in ended:
+            del self._bounds[number]
+        if ended:
+            self._apply_bounds()
         return []
 
     def _get(self, get: Get, frames: Iterator[Any], resolve: Resolve) -> Sequence[Outcome]:
@@ -630,7 +645,7 @@ class Executor:
         storages: dict[int, int] = {}
         for number in self.store.within(what.first, what.end):
             try:
-                tensor = self.store.get(number)
+                tensor = self.store.present(number)
             except Poisoned:
                 continue
             except RankLost:
@@ -639,15 +654,39 @@ class Executor:
             storage = tensor.untyped_storage()
             if storage._cdata not in storages:
                 storages[storage._cdata] = len(storages)
-                whole = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-                whole.set_(storage, 0, (storage.nbytes(),), (1,))
-                own = whole if self._device.accelerator.asynchronous else whole.clone()  # it is written to meanwhile
-                self.frames_out.append(self._device.read(own))
+                self.frames_out.append(self._copied(storage))
             numbers.append(number)
             layouts.append(strided_of(tensor))
             places.append(storages[storage._cdata])
         took_ns = time.perf_counter_ns() - begin_ns
         return [BufferCopies(tuple(numbers), tuple(layouts), tuple(places), stopped, took_ns)]
+
+    def _copied(self, storage: UntypedStorage) -> memoryview | Callable[[], memoryview]:
+        """Return the bytes of a storage, wherever it is, as a frame that later writes do not change."""
+        away = self._overflow.block(storage._cdata) if self._overflow is not None else None
+        if away is not None:
+            return to_frame(away.clone())
+        whole = torch.empty(0, dtype=torch.uint8, device=storage.device)
+        whole.set_(storage, 0, (storage.nbytes(),), (1,))
+        return self._device.read(whole if self._device.accelerator.asynchronous else whole.clone())
+
+    def _bound_memory(self, bound: BoundMemory, frames: Iterator[Any], resolve: Resolve) -> Sequence[Outcome]:
+        self._bounds[bound.first] = bound
+        self._apply_bounds()
+        return []
+
+    def _apply_bounds(self) -> None:
+        """Hold to what streams have said of the device's memory: the least of their bounds."""
+        store, bounds = self.store, self._bounds.values()
+        ranges = {(bound.first, bound.end) for bound in bounds if bound.offload}
+        if ranges and store.overflow is None and self._device.device.type != "meta":  # which has no elements
+            store.overflow = self._overflow = Overflow(self._copies, self._offloader.blocks, self._before_update)
+        most_bytes = self._quota_bytes
+        if self._overflow is not None:
+            self._overflow.ranges = ranges
+            most_bytes = most_bytes or self._device.usable_bytes()
+        asked = [bound.most_bytes for bound in bounds if bound.most_bytes]
+        store.quota_bytes = min([*asked, *([most_bytes] if most_bytes else [])], default=0)
 
     def _run_on_slots(self, what: SlotInstruction, frames: Iterator[Any], resolve: Resolve) -> Sequence[Outcome]:
         if isinstance(what, Recall) and isinstance(
@@ -763,6 +802,7 @@ class Executor:
         FreeRange: _free_range,
         Get: _get,
         CopyBuffers: _copy_buffers,
+        BoundMemory: _bound_memory,
         Ask: _ask,
         **dict.fromkeys(get_args(Communication), _exchange),
         **dict.fromkeys((Offload, Evict, Prefetch), _move),

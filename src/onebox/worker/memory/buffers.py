@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 
 from onebox.errors import WireError
 from onebox.sizes import enough_text, size_text
@@ -38,6 +38,40 @@ class HostCopies(Protocol):
 
     def rename(self, into: Mapping[int, int]) -> None:
         """Renumber buffers, all at once; unknown ones are ignored."""
+
+
+class AwayStorages(Protocol):
+    """Storages that go to the host's memory and come back; see :class:`~onebox.worker.memory.overflow.Overflow`."""
+
+    moves: int
+    refusal: str
+
+    def begin(self) -> None:
+        """Begin an operator or an instruction."""
+
+    def takes(self, number: int) -> bool:
+        """Return whether a buffer may be away."""
+
+    def own(self, tensor: Tensor) -> Tensor:
+        """Return a tensor whose storage can be away."""
+
+    def note(self, identity: int, storage: UntypedStorage) -> None:
+        """Record the use of a storage that may be away."""
+
+    def forget(self, identity: int) -> int:
+        """Let a storage stay where it is; return its bytes if it is away."""
+
+    def use(self, identities: Iterable[int]) -> list[int]:
+        """Record the use of storages, and return those that are away."""
+
+    def away_bytes(self, identity: int) -> int:
+        """Return the bytes of a storage that is away; 0 for others."""
+
+    def bring(self, identity: int, reserve: Callable[[int], object]) -> None:
+        """Bring a storage back, for which room is reserved."""
+
+    def make_room(self, size_bytes: int) -> int:
+        """Move storages away; return how many bytes are free now."""
 
 
 class ReclaimableMemory(Protocol):
@@ -115,6 +149,8 @@ class BufferStore:
 
     def __init__(self, quota_bytes: int = 0, spare: ReclaimableMemory | None = None) -> None:
         self.quota_bytes = quota_bytes
+        self.overflow: AwayStorages | None = None
+        """Storages of scripts that go to the host's memory where there is no room for others."""
         self._spare = spare
         self.used_bytes = 0
         self.peak_bytes = 0
@@ -136,6 +172,8 @@ class BufferStore:
         """
         tensor = self._tensors.get(number)
         if tensor is not None:
+            if self.overflow is not None:
+                self._bring([self._storages[number]], self.overflow)
             return tensor
         pending = self._pending.get(number)
         if pending is not None:
@@ -146,7 +184,7 @@ class BufferStore:
             for key in made:
                 self.forget(key)
             for key, value in made.items():
-                self.put(key, value)
+                self.put(key, value if self.overflow is None else self.overflow.own(value))
             return self._tensors[number]
         if number in self._void:
             raise Poisoned(self._void[number])
@@ -157,7 +195,34 @@ class BufferStore:
     def many(self, numbers: Sequence[int]) -> list[Tensor]:
         """Return several buffers; see :meth:`get`."""
         tensors = self._tensors
+        if self.overflow is not None:
+            self._bring([self._storages[number] for number in numbers if number in tensors], self.overflow)
         return [tensors[number] if number in tensors else self.get(number) for number in numbers]
+
+    def present(self, number: int) -> Tensor:
+        """Return a buffer as :meth:`get` does, but for one that is away, whose storage has no bytes then."""
+        tensor = self._tensors.get(number)
+        return self.get(number) if tensor is None else tensor
+
+    def _bring(self, identities: Sequence[int], overflow: AwayStorages) -> None:
+        """Bring storages back, for which others may go.
+
+        Raises:
+            QuotaExceeded: There is no room for all of them at once.
+        """
+        for identity in overflow.use(identities):
+            size_bytes = overflow.away_bytes(identity)
+            overflow.bring(identity, self.reserve)
+            self.used_bytes += size_bytes
+
+    def use(self, tensors: Iterable[Tensor]) -> None:
+        """Let the storages of tensors, which buffers may have, be on the device for the present operator.
+
+        Raises:
+            QuotaExceeded: There is no room for all of them at once.
+        """
+        if self.overflow is not None:
+            self._bring([tensor.untyped_storage()._cdata for tensor in tensors], self.overflow)
 
     def put(self, number: int, tensor: Tensor) -> None:
         """Fill a buffer, replacing its contents.
@@ -168,8 +233,10 @@ class BufferStore:
         if number in self._tensors or number in self._void or number in self._pending or number in self._away:
             self.forget(number)
         storage = tensor.untyped_storage()
-        identity, size_bytes = storage._cdata, storage.nbytes()
-        held = self._held.get(identity)
+        identity, held, overflow = storage._cdata, self._held.get(storage._cdata), self.overflow
+        if overflow is not None and held is not None:
+            self._bring([identity], overflow)
+        size_bytes = storage.nbytes()
         more_bytes = size_bytes - (held.size_bytes if held is not None else 0)
         if more_bytes:  # of a new storage, or of one that an operator has resized
             self.reserve(more_bytes)
@@ -179,6 +246,11 @@ class BufferStore:
         else:
             held.size_bytes = size_bytes
             held.holders += 1
+        if overflow is not None:
+            if overflow.takes(number):
+                overflow.note(identity, storage)
+            else:
+                overflow.forget(identity)
         self._storages[number] = identity
         self._tensors[number] = tensor
 
@@ -193,6 +265,8 @@ class BufferStore:
             return
         storage, before = tensor.untyped_storage(), self._storages[number]
         size_bytes = storage.nbytes()
+        if self.overflow is not None:
+            size_bytes = self.overflow.away_bytes(storage._cdata) or size_bytes
         if before == storage._cdata and self._held[before].size_bytes == size_bytes:
             return
         self._drop(number)
@@ -203,6 +277,8 @@ class BufferStore:
         else:
             held.size_bytes, held.holders = size_bytes, held.holders + 1
         self._storages[number] = storage._cdata
+        if self.overflow is not None and self.overflow.takes(number):
+            self.overflow.note(storage._cdata, storage)
         self.reserve(0)
 
     def peak_of(self, action: Callable[[], _T]) -> tuple[_T, int]:
@@ -225,10 +301,17 @@ class BufferStore:
         self.used_bytes += pending.size_bytes
         self._promised[id(pending)] = 1  # held here while the numbers are registered
         for number in numbers:
+            if self.overflow is not None and number in self._tensors:
+                self._stay(self._storages[number], self.overflow)
             self.forget(number)
             self._pending[number] = pending
             self._promised[id(pending)] += 1
         self._release(pending)
+
+    def _stay(self, identity: int, overflow: AwayStorages) -> None:
+        """Let a storage that is on the device stay there: what is received may be written to it."""
+        if not overflow.away_bytes(identity):
+            overflow.forget(identity)
 
     def void(self, numbers: Iterable[int], failure: WorkerFailure) -> None:
         """Mark buffers as void."""
@@ -325,7 +408,8 @@ class BufferStore:
         held.holders -= 1
         if not held.holders:
             del self._held[storage]
-            self.used_bytes -= held.size_bytes
+            away_bytes = self.overflow.forget(storage) if self.overflow is not None else 0
+            self.used_bytes -= held.size_bytes - away_bytes
 
     def _release(self, pending: PendingBuffers) -> None:
         """Record that a promise has one number less to fill; after the last one its bytes are free."""
@@ -351,11 +435,15 @@ class BufferStore:
         total = self.used_bytes + more_bytes
         if self.quota_bytes and self._spare is not None and total + self._spare.size_bytes > self.quota_bytes:
             self._spare.release()
+        if self.quota_bytes and total > self.quota_bytes and self.overflow is not None:
+            freed_bytes = self.overflow.make_room(total - self.quota_bytes)
+            self.used_bytes -= freed_bytes
+            total -= freed_bytes
         if self.quota_bytes and total > self.quota_bytes:
             raise QuotaExceeded(
                 f"{enough_text(total)} needed, but the quota is {size_text(self.quota_bytes)}: "
                 f"{enough_text(total - self.quota_bytes)} too much; {size_text(more_bytes)} asked for beside "
-                f"{size_text(self.used_bytes)} in use",
+                f"{size_text(self.used_bytes)} in use{f'; {self.overflow.refusal}' if self.overflow else ''}",
                 asked_bytes=more_bytes,
                 used_bytes=self.used_bytes,
                 allowed_bytes=self.quota_bytes,

@@ -72,9 +72,13 @@ class HostBlockPool:
 
     def give(self, block: Tensor) -> None:
         """Return a block to the pool; a copy from it in progress ends before the next one to it begins."""
-        self._host.charge(-block.numel())
-        self._used_bytes -= block.numel()
+        self.count(-block.numel())
         self._spare.append(block)
+
+    def count(self, more_bytes: int) -> None:
+        """Count bytes of blocks that are in use, though they were not taken, or the reverse."""
+        self._host.used_bytes += more_bytes
+        self._used_bytes += more_bytes
 
     def trim(self, most_bytes: int = 0) -> None:
         """Free spare blocks down to a number of bytes."""
@@ -179,7 +183,7 @@ class Offloader:
         self._accelerator = accelerator
         self._store = store
         self._copier = copier
-        self._blocks = HostBlockPool(self._copier, host)
+        self.blocks = HostBlockPool(self._copier, host)
 
     def run(self, what: Offload | Evict | Prefetch, numbers: Sequence[int], trace: Trace) -> None:
         """Execute an instruction.
@@ -221,12 +225,12 @@ class Offloader:
 
     def rest(self) -> None:
         """Free spare memory: its user is gone."""
-        self._blocks.trim()
+        self.blocks.trim()
 
     def close(self) -> None:
         """Stop the copier."""
         self._copier.close()
-        self._blocks.trim()
+        self.blocks.trim()
 
     def _offload(self, numbers: Sequence[int], trace: Trace) -> None:
         tensors = {number: self._store.get(number) for number in numbers}
@@ -240,9 +244,9 @@ class Offloader:
             groups.setdefault(tensor.untyped_storage()._cdata, {})[number] = tensor
         for group in groups.values():
             flat = _bytes_of(next(iter(group.values())))
-            block = self._blocks.take(flat.numel())
+            block = self.blocks.take(flat.numel())
             views = {number: _View.of(tensor) for number, tensor in group.items()}
-            copy = _Copy(self._blocks, block, self._copier.move(flat, block), views, done)
+            copy = _Copy(self.blocks, block, self._copier.move(flat, block), views, done)
             for number in group:
                 self._store.lend(number, copy)
 
