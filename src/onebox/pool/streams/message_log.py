@@ -18,6 +18,7 @@ from typing import IO, Any, NamedTuple
 
 from msgspec.structs import replace
 
+from onebox.pool.streams.read_values import ReadValues
 from onebox.wire import GeneratorSpec, TapeSpec
 from onebox.wire.protocol.eager import FREE, BoundMemory, DefaultType, KernelSpec, StreamHeader
 from onebox.wire.protocol.groups import LeaveGroup
@@ -135,7 +136,7 @@ class LoggedMessage:
         frames: Raw elements of their tensors, or where they are in a file.
         answer: Whether it has a reply.
         future: Future of the reply for the script, done once it has one, whatever happens to workers.
-        check: Checksum of that reply; ``None`` where there is none.
+        read: What the script has read by it; ``None`` where there is nothing.
     """
 
     worker: int
@@ -143,7 +144,7 @@ class LoggedMessage:
     frames: tuple[Any, ...]
     answer: bool
     future: Future[Any]
-    check: int | None = None
+    read: ReadValues | None = None
 
     @property
     def size_bytes(self) -> int:

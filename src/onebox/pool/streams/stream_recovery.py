@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import psutil
+import torch
 
 from onebox.errors import OneboxError, OperatorError, PeerLost, PoolError, UsageError, WorkerError
 from onebox.pool.client.connection import WorkerReply
@@ -32,8 +33,9 @@ from onebox.pool.streams.message_log import (
     regrouped,
     stream_end,
 )
+from onebox.pool.streams.read_values import ReadValues
 from onebox.sizes import parse_budgets, size_text
-from onebox.wire import KernelSpec, SlotArgument, Strided, TensorSpec, encode
+from onebox.wire import KernelSpec, SlotArgument, Strided, TensorSpec
 from onebox.wire.protocol.eager import CopyBuffers, KeepGenerator, Perform, SetGenerator, StreamHeader
 from onebox.wire.protocol.groups import LeaveGroup
 from onebox.wire.protocol.instructions import Free
@@ -244,6 +246,7 @@ class StreamRecovery:
         self._parted: OneboxError | None = None
         self._exact = True
         """Whether what the log has read comes out with the same bits: the workers' processors are of the same kind."""
+        self._rounded = False  # it has been said that values have come out again but for rounding
         self._paused = False
         self._lock = threading.RLock()
         self._round = 0
@@ -365,18 +368,36 @@ class StreamRecovery:
             self._lost.set()
             return
         reply = None if error is not None else future.result()
-        check = None if reply is None or is_measurement(message.instructions) else _checksum(reply)
+        device, read = self._pool.devices[message.worker], None
+        if reply is not None and not is_measurement(message.instructions):
+            read = ReadValues(reply, rounded=_may_differ(device))
         if message.future.done():
-            if message.check is not None and message.check != check and (self._exact or error is not None):
-                self._parted = _parted(self._pool.devices[message.worker])
-                self._lost.set()
+            if self._exact or error is not None:
+                self._compare(message.read, read, device)
             return
         if error is not None:
             fail(message.future, error)
             return
-        message.check = check
+        message.read = read
         with contextlib.suppress(InvalidStateError):
             message.future.set_result(reply)
+
+    def _compare(self, first: ReadValues | None, again: ReadValues | None, device: DeviceInfo) -> None:
+        """Compare what a script has read with what came when it ran again."""
+        if first is None:
+            return
+        likeness = "other" if again is None else first.likeness(again)
+        if likeness == "other":
+            self._parted = _parted(device)
+            self._lost.set()
+        elif likeness == "rounding" and not self._rounded:
+            self._rounded = True
+            _LOG.warning(
+                "what the script had read from %s on %s has come out again but for rounding: its operators are not "
+                "deterministic (torch.use_deterministic_algorithms), and the script goes on with other last bits",
+                device.device,
+                device.host,
+            )
 
     def _is_loss(self, error: BaseException | None) -> bool:
         """Return whether an error is that of a lost worker, or follows from one."""
@@ -697,12 +718,10 @@ def _describe_moves(devices: Sequence[tuple[DeviceInfo, DeviceInfo]]) -> str:
     return "".join(f"; {each}" for each in said)
 
 
-def _checksum(reply: WorkerReply) -> int:
-    """Return a checksum of what a script reads."""
-    made = zlib.crc32(b"".join(map(encode, reply.results)))
-    for frame in reply.frames:
-        made = zlib.crc32(frame, made)
-    return made
+def _may_differ(device: DeviceInfo) -> bool:
+    """Return whether the operators of a device may give other last bits when they run again, as those of GPUs with
+    atomic additions do; which ones they are is known to PyTorch, and only where they run."""
+    return device.kind != "cpu" and not torch.are_deterministic_algorithms_enabled()
 
 
 def _parted(device: DeviceInfo) -> PoolError:
