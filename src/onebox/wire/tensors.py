@@ -20,6 +20,9 @@ DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEM_BY
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
+_SMALL_BYTES = 1 << 12
+"""Frames that are copied once more, which is quicker than to ask NumPy where they are."""
+
 
 def dtype_name(dtype: torch.dtype) -> str:
     """Return the wire name of an element type.
@@ -101,7 +104,9 @@ def from_frame(spec: TensorSpec, frame: memoryview | bytes) -> Tensor:
     """
     check_elements(spec, frame)
     tensor = torch.empty(spec.shape, dtype=DTYPES[spec.dtype])
-    if spec.size_bytes:
+    if 0 < spec.size_bytes <= _SMALL_BYTES:
+        ctypes.memmove(tensor.data_ptr(), bytes(frame), spec.size_bytes)
+    elif spec.size_bytes:
         ctypes.memmove(tensor.data_ptr(), np.frombuffer(frame, dtype=np.uint8).ctypes.data, spec.size_bytes)
     return tensor
 

@@ -65,7 +65,7 @@ def attend_by(
     """Return the same by a given kernel."""
     if choice == FLASH:
         if attn_mask is not None and attn_mask.dtype == torch.bool:
-            attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(attn_mask.logical_not(), -torch.inf)
+            attn_mask = attn_mask.to(query.dtype).log()  # 0 where it is true, minus infinity elsewhere
         flash = aten._scaled_dot_product_flash_attention_for_cpu.default
         result: Tensor = flash(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)[0]
         return result
