@@ -206,6 +206,11 @@ class Pool:
         received = self._client_loop.received_bytes
         return tuple(received.get(worker, 0) for worker in range(len(self.devices)))
 
+    def busy_ns(self, worker: int) -> int:
+        """Return the nanoseconds for which a device has worked for scripts so far, as far as replies have told; in a
+        process that uses the devices of its parent, for itself."""
+        return self._client_loop.busy_ns.get(worker, 0)
+
     @property
     def broken(self) -> bool:
         """True when nothing can be posted, until the pool is recovered."""

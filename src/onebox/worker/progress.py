@@ -17,6 +17,8 @@ class WorkerProgress:
         self.executed = 0
         self.doing = ""
         self.waiting = False
+        self.waited_ns = 0
+        """Time that was spent waiting for others."""
 
     def wait(self) -> MarkedWait:
         """Mark the context as waiting for others, which is not a stall of this worker."""
@@ -26,16 +28,20 @@ class WorkerProgress:
 class MarkedWait:
     """A context that is marked as waiting; entered at each wait of a routine, it costs less than a generator."""
 
-    __slots__ = ("_before", "_progress")
+    __slots__ = ("_before", "_progress", "_since_ns")
 
     def __init__(self, progress: WorkerProgress) -> None:
         self._progress = progress
 
     def __enter__(self) -> None:
         self._before, self._progress.waiting = self._progress.waiting, True
+        self._since_ns = time.monotonic_ns()
 
     def __exit__(self, *error: object) -> None:
-        self._progress.waiting = self._before
+        progress = self._progress
+        progress.waiting = self._before
+        if not self._before:  # the outermost one
+            progress.waited_ns += time.monotonic_ns() - self._since_ns
 
 
 class PeakMeter(Protocol):
@@ -75,7 +81,7 @@ class Trace:
         self._accelerator = accelerator if accelerator is not None and accelerator.asynchronous else None
         self._now: Callable[[], Moment] = clock
         if self._accelerator is not None:
-            self._now = functools.partial(_reached, self._accelerator)
+            self._now = functools.partial(reached, self._accelerator)
         self._times: list[Moment | tuple[Moment, ...]] = []  # of several the latest counts
         self._until_ns = 0
         self._running = False
@@ -142,18 +148,19 @@ class Trace:
         """Return start and end of each instruction, when the device's work is complete."""
         if self._accelerator is None:
             return tuple(cast("list[int]", self._times))
-        found = [max(map(_ns, each)) if isinstance(each, tuple) else _ns(each) for each in self._times]
+        found = [max(map(moment_ns, each)) if isinstance(each, tuple) else moment_ns(each) for each in self._times]
         for place in range(1, len(found), 2):
             found[place] = max(found[place - 1], found[place])
         return tuple(found)
 
 
-def _reached(accelerator: Accelerator) -> Event:
+def reached(accelerator: Accelerator) -> Event:
     """Mark the present place in an asynchronous device's work."""
     return accelerator.current().record(timed=True)
 
 
-def _ns(moment: Moment) -> int:
+def moment_ns(moment: Moment) -> int:
+    """Return the time of a moment, of an event that is complete."""
     return moment if isinstance(moment, int) else moment.time_ns()
 
 

@@ -31,7 +31,7 @@ from onebox.wire import (
 )
 from onebox.wire.protocol.groups import LeaveGroup
 from onebox.wire.protocol.requests import Envelope, ReadClock
-from onebox.wire.protocol.responses import Hello, LinkTraffic, Result
+from onebox.wire.protocol.responses import Hello, LinkTraffic, MessageTimes, Result
 from onebox.worker import Ports
 
 HEARTBEATS = 16
@@ -52,6 +52,7 @@ class WorkerReply:
         used_bytes: For each of them, the peak of bytes in use while it ran, and the bytes in use after it.
         traffic: With them, what the worker has carried to workers of other hosts.
         clock_ns: How far the worker's clock, which the times are of, is ahead of the client's.
+        messages: The messages of the script's stream that were executed, with times on the client's clock.
     """
 
     results: tuple[Result, ...]
@@ -60,6 +61,7 @@ class WorkerReply:
     used_bytes: tuple[int, ...] = ()
     traffic: tuple[LinkTraffic, ...] = ()
     clock_ns: int = 0
+    messages: tuple[MessageTimes, ...] = ()
 
     @property
     def own_times_ns(self) -> tuple[int, ...]:

@@ -10,7 +10,17 @@ from typing import Any
 from onebox.errors import OneboxError, PeerLost, WorkerError
 from onebox.pool.client.connection import WorkerReply
 from onebox.pool.errors import DelayedPeerErrors, WorkerLocation, fail, to_error
-from onebox.wire.protocol.responses import LinkTraffic, Reply
+from onebox.wire.protocol.responses import LinkTraffic, MessageTimes, Reply
+
+
+def on_clock(messages: tuple[MessageTimes, ...], ahead_ns: int) -> tuple[MessageTimes, ...]:
+    """Return times of a clock that is ahead of this process's as times of this one."""
+    if not ahead_ns:
+        return messages
+    return tuple(
+        MessageTimes(each.message, each.start_ns - ahead_ns, each.end_ns - ahead_ns, each.waited_ns)
+        for each in messages
+    )
 
 
 class PendingReplies:
@@ -102,7 +112,8 @@ class PendingReplies:
         if reply.failure is None:
             if future is not None and not future.done():
                 times_ns, used_bytes = reply.times_ns, reply.used_bytes
-                future.set_result(WorkerReply(reply.results, frames, times_ns, used_bytes, traffic, clock_ns))
+                messages = on_clock(reply.messages, clock_ns)
+                future.set_result(WorkerReply(reply.results, frames, times_ns, used_bytes, traffic, clock_ns, messages))
             return
         error = to_error(reply.failure, place)
         if reply.number == 0:  # about a message that the worker could not read: which reply is missing is unknown

@@ -67,6 +67,7 @@ class ParentConnection(MessageStream):
         self.welcome = welcome
         self.moved: Callable[[tuple[DeviceInfo, ...]], object] | None = None
         """Called with the devices after a recovery."""
+        self.busy_ns: dict[int, int] = {}
         self._pending = PendingReplies()
         self._numbers = itertools.count(1)
         self.start()
@@ -115,7 +116,10 @@ class ParentConnection(MessageStream):
             else:
                 fail(future, error)
         elif future is not None:
-            future.set_result(WorkerReply(message.results, frames, message.times_ns, message.used_bytes))
+            busy_ns = sum([each.busy_ns for each in message.messages])
+            self.busy_ns[worker] = self.busy_ns.get(worker, 0) + busy_ns
+            times_ns, used_bytes = message.times_ns, message.used_bytes
+            future.set_result(WorkerReply(message.results, frames, times_ns, used_bytes, messages=message.messages))
         return True
 
     def ended(self, error: WireError | None) -> None:

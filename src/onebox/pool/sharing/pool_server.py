@@ -218,8 +218,8 @@ class _Child(MessageStream):
         if error is None:
             reply = future.result()
             try:
-                header = encode(Reply(number, reply.results, None, reply.times_ns, reply.used_bytes))
-                self.send(worker, header, reply.frames)
+                about = Reply(number, reply.results, None, reply.times_ns, reply.used_bytes, (), reply.messages)
+                self.send(worker, encode(about), reply.frames)
                 return
             except WireError as too_long:
                 error = too_long

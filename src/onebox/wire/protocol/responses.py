@@ -278,6 +278,27 @@ class LinkTraffic(NamedTuple):
     busy_ns: int
 
 
+class MessageTimes(Message, frozen=True):
+    """Times of a message of a script's stream, on the worker's monotonic clock.
+
+    Args:
+        message: Its number in the stream.
+        start_ns: The start of its first instruction.
+        end_ns: The end of its last one; on a GPU that of its kernels.
+        waited_ns: How much of that was spent waiting for other workers; on a GPU such a wait is not known.
+    """
+
+    message: int
+    start_ns: int
+    end_ns: int
+    waited_ns: int
+
+    @property
+    def busy_ns(self) -> int:
+        """Nanoseconds in which the device worked."""
+        return max(0, self.end_ns - self.start_ns - self.waited_ns)
+
+
 class Reply(Message, frozen=True, tag="reply"):
     """Reply to an envelope.
 
@@ -288,6 +309,7 @@ class Reply(Message, frozen=True, tag="reply"):
         times_ns: With ``Run.trace``: for each instruction of such routines, its start and end on the monotonic clock.
         used_bytes: Likewise: peak bytes in use during it, and bytes in use after it.
         traffic: Likewise: what was carried to workers of other hosts since the reply before that told it.
+        messages: Of a script's stream: the messages that the device has executed and no reply has told of.
     """
 
     number: int
@@ -296,6 +318,7 @@ class Reply(Message, frozen=True, tag="reply"):
     times_ns: tuple[int, ...] = ()
     used_bytes: tuple[int, ...] = ()
     traffic: tuple[GroupTraffic, ...] = ()
+    messages: tuple[MessageTimes, ...] = ()
 
 
 class Heartbeat(Message, frozen=True, tag="beat"):

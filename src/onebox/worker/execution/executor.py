@@ -90,7 +90,7 @@ from onebox.worker.optimizer.native import NativeOptimizer
 from onebox.worker.programs.graphs import GraphMemory
 from onebox.worker.programs.interpreter import CompiledProgram, OperatorFailed, describe
 from onebox.worker.programs.kernels import CompiledKernel, strided_of
-from onebox.worker.progress import Trace, WorkerProgress
+from onebox.worker.progress import Trace, WorkerProgress, reached
 from onebox.worker.snapshots.service import SnapshotService
 
 _Kind = TypeVar("_Kind")
@@ -120,7 +120,6 @@ class Executor:
         sharing_key: A secret of the workers that share memory with it.
     """
 
-    progress_type: type[WorkerProgress] = WorkerProgress
     groups_type: type[GroupManager] = GroupManager
     votes_type: type[StepVotes] = StepVotes
 
@@ -137,7 +136,7 @@ class Executor:
         network: GroupNetwork | None = None,
         sharing_key: bytes = b"",
     ) -> None:
-        self.progress = self.progress_type()
+        self.progress = WorkerProgress()
         self.graphs = GraphMemory(device.accelerator)
         self.store = BufferStore(quota_bytes, self.graphs)
         self.host = HostMemory(quota_bytes)
@@ -210,7 +209,12 @@ class Executor:
         if accelerator.asynchronous and (trace.used_bytes or any(map(callable, (*results, *frames)))):
             after = accelerator.current().record(yields=True)
         check = functools.partial(self._groups.check_since, self._group_failures)
-        return PendingReply(number, results, frames, trace, after, check, self._groups.traffic)
+        pending = PendingReply(number, results, frames, trace, after, check, self._groups.traffic)
+        if self._stream is not None:
+            at = reached(accelerator) if accelerator.asynchronous else self._now_ns()
+            self._stream.clock.end(at, self.progress.waited_ns)
+            pending.executed = self._stream.clock.take
+        return pending
 
     def execute(self, instruction: Instruction, frames: Iterator[Any]) -> Sequence[Outcome]:
         """Execute one instruction; a failure voids the buffers that it would have written and is reported.
@@ -231,7 +235,8 @@ class Executor:
             return self._run_routine(instruction)
         if isinstance(instruction, StreamHeader):
             try:
-                self._stream = self._streams.begin(instruction)
+                self._stream = stream = self._streams.begin(instruction)
+                stream.clock.begin(instruction.message, self._now_ns(), self.progress.waited_ns)
             except WireError as error:
                 self._report(describe_failure(error, "stream"))
             return []

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from onebox.wire.protocol.responses import GroupTraffic, Reply, Result
+from onebox.wire.protocol.responses import GroupTraffic, MessageTimes, Reply, Result
 from onebox.worker.accelerator import DeviceFailed, Event
 from onebox.worker.comm.api import RankLost
 from onebox.worker.progress import Trace
@@ -53,6 +53,8 @@ class PendingReply:
         self.after = after
         self._check = check
         self._traffic = traffic
+        self.executed: Callable[[], tuple[MessageTimes, ...]] = tuple
+        """Returns the messages of the script's stream that the device has executed since."""
         self._look_s = 0.0
         self._lost_s = 0.0
 
@@ -88,4 +90,5 @@ class PendingReply:
         results = tuple(each() if callable(each) else each for each in self._results)
         frames = [each() if callable(each) else each for each in self._frames]
         times_ns, used_bytes = self._trace.times_ns(), tuple(self._trace.used_bytes)
-        return Reply(self.number, results, None, times_ns, used_bytes, self._traffic() if times_ns else ()), frames
+        traffic = self._traffic() if times_ns else ()
+        return Reply(self.number, results, None, times_ns, used_bytes, traffic, self.executed()), frames

@@ -2,12 +2,57 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 from onebox.errors import WireError
 from onebox.wire.protocol.eager import StreamHeader
-from onebox.wire.protocol.responses import WorkerFailure
+from onebox.wire.protocol.responses import MessageTimes, WorkerFailure
+from onebox.worker.progress import Moment, moment_ns
 
 MOST_STREAMS = 1 << 12
 """Most streams of a worker: one for each process that uses it."""
+
+
+_UNTOLD = 1 << 12
+"""The most messages of a stream whose times no reply has told; of more the oldest are forgotten."""
+
+
+class MessageClock:
+    """The times of a stream's messages, which replies tell when the device has executed them."""
+
+    def __init__(self) -> None:
+        self._begun = (0, 0, 0)  # the present message, its start, and the time waited until then
+        self._untold: deque[tuple[int, int, Moment, int]] = deque(maxlen=_UNTOLD)
+        self._latest_ns = 0  # end of the latest message that was told
+
+    def begin(self, message: int, now_ns: int, waited_ns: int) -> None:
+        """Begin a message.
+
+        Args:
+            message: Its number.
+            now_ns: The time.
+            waited_ns: Time that the worker has waited for others until now.
+        """
+        self._begun = message, now_ns, waited_ns
+
+    def end(self, at: Moment, waited_ns: int) -> None:
+        """End the present message at a moment of the device's work."""
+        message, start_ns, before_ns = self._begun
+        self._untold.append((message, start_ns, at, waited_ns - before_ns))
+
+    def take(self) -> tuple[MessageTimes, ...]:
+        """Return the messages that the device has executed, each once.
+
+        An asynchronous device begins a message when it has executed the one before.
+        """
+        found = []
+        while self._untold and (isinstance(at := self._untold[0][2], int) or at.query()):
+            message, start_ns, _, waited_ns = self._untold.popleft()
+            end_ns = moment_ns(at)
+            start_ns = min(max(start_ns, self._latest_ns), end_ns)
+            self._latest_ns = end_ns
+            found.append(MessageTimes(message, start_ns, end_ns, waited_ns))
+        return tuple(found)
 
 
 class ScriptStream:
@@ -15,9 +60,11 @@ class ScriptStream:
 
     Attributes:
         failure: The failure that has stopped it; ``None`` while it runs.
+        clock: The times of its messages.
     """
 
     def __init__(self) -> None:
+        self.clock = MessageClock()
         self.failure: WorkerFailure | None = None
         self._message = self._errors = 0  # of the present message
         self._stopped = (0, 0)  # the message in which it was stopped, and the script's errors with it

@@ -12,33 +12,7 @@ from onebox.wire.protocol.requests import Instruction
 from onebox.worker.execution.communication import Resolve
 from onebox.worker.execution.executor import Executor
 from onebox.worker.execution.pending_reply import Outcome
-from onebox.worker.progress import MarkedWait, WorkerProgress
 from onebox.worker.system.clock import sleep_until, wake_on_time
-
-
-class _TimedProgress(WorkerProgress):
-    """Progress with the time that was spent waiting for others."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.waited_ns = 0
-
-    def wait(self) -> MarkedWait:
-        return _TimedWait(self)
-
-
-class _TimedWait(MarkedWait):
-    __slots__ = ("_since_ns",)
-    _progress: _TimedProgress
-
-    def __enter__(self) -> None:
-        self._since_ns = time.monotonic_ns()
-        super().__enter__()
-
-    def __exit__(self, *error: object) -> None:
-        super().__exit__(*error)
-        if not self._progress.waiting:  # the outermost one
-            self._progress.waited_ns += time.monotonic_ns() - self._since_ns
 
 
 class ThrottledExecutor(Executor):
@@ -47,9 +21,6 @@ class ThrottledExecutor(Executor):
     Waits for other workers take as long as they do. Arguments as for a worker at full speed; made in the thread that
     uses it.
     """
-
-    progress_type = _TimedProgress
-    progress: _TimedProgress
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -60,9 +31,11 @@ class ThrottledExecutor(Executor):
         begin_ns, waited_ns = time.monotonic_ns(), progress.waited_ns
         results = Executor._handlers[type(instruction)](self, instruction, frames, resolve)
         end_ns = time.monotonic_ns()
-        busy_ns = end_ns - begin_ns - (progress.waited_ns - waited_ns)
+        others_ns = progress.waited_ns
+        busy_ns = end_ns - begin_ns - (others_ns - waited_ns)
         with progress.wait():
             sleep_until(end_ns + int(busy_ns * (1 / self._device.speed - 1)))
+        progress.waited_ns = others_ns  # a slower CPU would have worked meanwhile
         return results
 
     _handlers: dict[type[Any], Callable[..., Sequence[Outcome]]] = {  # noqa: RUF012

@@ -7,7 +7,7 @@ import pytest
 from onebox.errors import OperatorError, PeerLost, PoolError, WireError, WorkerDied
 from onebox.pool.client.pending import PendingReplies
 from onebox.pool.errors import CAUSE_S, WorkerLocation
-from onebox.wire.protocol.responses import Reply, WorkerFailure
+from onebox.wire.protocol.responses import MessageTimes, Reply, WorkerFailure
 
 PLACE = WorkerLocation(worker=0, host="h", device="cpu")
 DIED = WorkerDied("worker 1 died", worker=1, host="h", device="cpu")
@@ -95,3 +95,13 @@ def test_a_loss_fails_what_its_fault_domain_waits_for_and_other_errors_fail_all(
     assert pending.mend() and pending.promise(1, 3, answer=False).done()
     pending.give_up(PoolError("the thread failed"))
     assert isinstance(asked[0].exception(0), PoolError) and isinstance(asked[2].exception(0), PoolError)
+
+
+def test_times_of_messages_are_of_this_clock() -> None:
+    pending = PendingReplies()
+    near, far = pending.promise(0, 1, answer=True), pending.promise(0, 2, answer=True)
+    times = (MessageTimes(7, 1000, 1500, 100),)
+    pending.reply(PLACE, Reply(1, messages=times), (), 0.0)
+    pending.reply(PLACE, Reply(2, messages=times), (), 0.0, clock_ns=900)
+    assert near.result(0).messages == times
+    assert far.result(0).messages == (MessageTimes(7, 100, 600, 100),)

@@ -37,7 +37,16 @@ from onebox.wire.protocol.eager import KeepGenerator, Perform, Replay, SetGenera
 from onebox.wire.protocol.groups import FormGroup
 from onebox.wire.protocol.instructions import Ask, Call, Free, Get, OptimizerStep
 from onebox.wire.protocol.requests import Define, Envelope, OptimizerSpec, Put, Routine, Run, StoredProgram
-from onebox.wire.protocol.responses import Contribution, GroupTraffic, Hello, Lookup, OperatorResult, Reply, Scalars
+from onebox.wire.protocol.responses import (
+    Contribution,
+    GroupTraffic,
+    Hello,
+    Lookup,
+    MessageTimes,
+    OperatorResult,
+    Reply,
+    Scalars,
+)
 from onebox.wire.protocol.snapshots import Remembered, StateEntry
 
 SPEC = TensorSpec("float32", (2, 3))
@@ -106,6 +115,7 @@ ENVELOPES = [
 SAYINGS = [
     Hello(1, "2.13.0", "cpu", "a processor", 2, 2**34),
     Reply(3, (Scalars((1.0, 2.0)),), None, (1, 2), (3, 4), (GroupTraffic(1, 0, 1000, 2000),)),
+    Reply(3, messages=(MessageTimes(5, 1, 4, 2),)),
     Reply(4, (OperatorResult((Strided("float32", (2,), (1,), 0, 8), Complex(0.0, 1.0), True, 3, 0.5, None), ()),)),
     Lookup(1, 2, "set", ("key",), b"value"),
     Contribution(1, 2, 3, SPEC),
