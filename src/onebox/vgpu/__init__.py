@@ -22,8 +22,10 @@ from onebox.vgpu.runtime.context import (
     open_on_demand,
     open_queues,
     recover_scripts,
+    tell_last,
 )
 from onebox.vgpu.runtime.context import memory_policy as _policy
+from onebox.vgpu.runtime.script_verdict import VERBOSE, say
 from onebox.worker import Fault
 
 
@@ -143,15 +145,19 @@ __all__ = [
     "EQUAL_SHARES",
     "MEMORY_POLICY",
     "SHARES",
+    "VERBOSE",
     "Pool",
     "Ranks",
     "alias_cuda",
     "attach",
+    "current_context",
     "install",
     "install_on_demand",
     "open_devices",
+    "say",
     "set_synchronous",
     "spawn",
+    "tell_last",
     "uninstall",
     "used_devices",
 ]

@@ -25,7 +25,18 @@ from onebox.pool.devices import DeviceInfo
 from onebox.pool.sharing import ADDRESS, UNSHARED, PoolServer
 from onebox.portable import UNIX_SOCKETS
 from onebox.stop_signals import RECENT, exit_status, handling
-from onebox.vgpu import EQUAL_SHARES, MEMORY_POLICY, SHARES, open_devices, set_synchronous, used_devices
+from onebox.vgpu import (
+    EQUAL_SHARES,
+    MEMORY_POLICY,
+    SHARES,
+    VERBOSE,
+    current_context,
+    open_devices,
+    say,
+    set_synchronous,
+    tell_last,
+    used_devices,
+)
 from onebox.vgpu.cuda_alias import alias_cuda
 
 MODULE = "-m"
@@ -66,6 +77,9 @@ def run_script(config: RunConfig) -> int:
             os.environ[EQUAL_SHARES] = "1"  # also for processes that the script starts
         if config.uneven:
             os.environ[SHARES] = _shares(pool)
+        if config.verbose:
+            os.environ[VERBOSE] = "1"
+        tell = tell_last(current_context())
         server = _share(pool, synchronous=config.synchronous)
         finish = _show(pool, config) if config.page else None
         own = os.getpid()
@@ -85,7 +99,7 @@ def run_script(config: RunConfig) -> int:
             if finish is not None:
                 finish(shown)
         if status == OK:  # told when the pool is closed: exit handlers and other threads still use devices
-            pool.closing.insert(0, lambda: _tell_unused(pool, server))
+            pool.closing[:0] = [lambda: _tell_unused(pool, server), tell]
         return status
 
 
@@ -103,14 +117,7 @@ def _tell_unused(pool: Pool, server: PoolServer | None) -> None:
     A script with a trainer is left out: its plan says which devices it takes.
     """
     used = used_devices(pool) | (set() if server is None else server.used)
-    if line := "" if "onebox.engine.trainer" in sys.modules else unused_line(len(pool), used):
-        _print_last(line)
-
-
-def _print_last(line: str) -> None:
-    """Print a line as a script ends, unless its stderr is closed: what follows releases the devices."""
-    with contextlib.suppress(OSError, ValueError):
-        print(f"onebox: {line}", file=sys.stderr, flush=True)
+    say("" if "onebox.engine.trainer" in sys.modules else unused_line(len(pool), used))
 
 
 def unused_line(count: int, used: Collection[int]) -> str:
@@ -309,7 +316,7 @@ def _end_signals(pool: Pool, within_s: float) -> Iterator[None]:
 
 def _end_process(pool: Pool, number: int) -> None:
     try:
-        _print_last(f"{_Ended(number)}: it did not end by itself")
+        say(f"{_Ended(number)}: it did not end by itself")
         pool.close()
     finally:
         os._exit(exit_status(number))

@@ -123,6 +123,7 @@ class RunConfig(PoolOptions):
         uneven: Give ranks with a DistributedSampler batches by the measured speed of their devices, and weight their
             gradients by samples.
         stop_within: Seconds that the script has to end after SIGTERM or SIGHUP, which raise SystemExit in it.
+        verbose: Say what the script is bound by while it runs, too, and not only at the end of one that takes seconds.
         page: Show the pool on a page in a browser, at an address of this machine that is printed.
         page_port: Port of that page; 0 for any free one.
         script: The script, or -m and a module, and its arguments.
@@ -144,6 +145,7 @@ class RunConfig(PoolOptions):
     equal_shares: Flag = False
     uneven: Flag = False
     stop_within: Duration = 20.0
+    verbose: Flag = False
     page: Flag = False
     page_port: int = 0
     script: Annotated[tuple[str, ...], tyro.conf.Suppress] = ()

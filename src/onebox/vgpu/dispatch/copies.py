@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -44,8 +45,10 @@ def upload(tensor: Tensor, queue: CommandQueue) -> Tensor:
 
 def _put(tensor: Tensor, queue: CommandQueue, number: int) -> None:
     """Fill a buffer with the elements of a host tensor, which may change as soon as this returns."""
+    since_ns = time.monotonic_ns()
     private = torch.empty(tensor.shape, dtype=tensor.dtype)
     private.copy_(tensor.detach())
+    queue.script_time.uploaded(private.nbytes, time.monotonic_ns() - since_ns)
     spec = TensorSpec(dtype_name(tensor.dtype), tuple(tensor.shape))
     codec, frame = queue.packing.packed(spec, to_frame(private))
     queue.before(Put((number,), (spec,), (codec,) if codec else ()), [frame])

@@ -25,6 +25,7 @@ from onebox.portable import Wakeup
 from onebox.vgpu import native
 from onebox.vgpu.runtime.batcher import Batcher
 from onebox.vgpu.runtime.request_channel import RequestChannel, ScriptErrors, SentMessage
+from onebox.vgpu.runtime.script_time import ScriptTime
 from onebox.vgpu.runtime.upload_packing import UploadPacking
 from onebox.vgpu.signals import shielded
 from onebox.wire import KernelSpec, SlotArgument, TensorSpec
@@ -107,6 +108,7 @@ class CommandQueue:
         ring: Called when an instruction waits, so that it is sent when idle; C++ rings for calls.
         errors: The failures that the script has been told of.
         begin: Makes the queues in C++ of all devices of the pool; that of this one if ``None``.
+        script_time: Where the script's time goes.
     """
 
     def __init__(
@@ -116,8 +118,10 @@ class CommandQueue:
         ring: Any,
         errors: ScriptErrors | None = None,
         begin: Callable[[], None] | None = None,
+        script_time: ScriptTime | None = None,
     ) -> None:
         self.pool = pool
+        self.script_time = script_time or ScriptTime()
         self.worker = worker
         self.device = torch.device("vgpu", worker)
         self._begin = begin or self.begin
@@ -128,7 +132,7 @@ class CommandQueue:
         self.unwaited: deque[Callable[[], None]] = deque()  # writes of collectives whose works were collected
         self._writes = threading.RLock()  # taken before all other locks, and held while they are run
         self._writing = False
-        self.channel = RequestChannel(pool, worker, errors or ScriptErrors())
+        self.channel = RequestChannel(pool, worker, errors or ScriptErrors(), self.script_time)
         self.lock = self.channel.lock
         self.packing = UploadPacking(pool, worker)
         self._synchronous = False

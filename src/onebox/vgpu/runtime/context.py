@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import logging
 import os
+import sys
 import threading
 import time
 import weakref
@@ -21,6 +22,8 @@ from onebox.portable import after_fork_in_child
 from onebox.vgpu import native
 from onebox.vgpu.runtime.command_queue import CommandQueue, IdleFlusher
 from onebox.vgpu.runtime.request_channel import ScriptErrors
+from onebox.vgpu.runtime.script_time import DeviceBusy, ScriptFigures, ScriptTime
+from onebox.vgpu.runtime.script_verdict import LEAST_S, VERBOSE, ProgressLines, last_line, say
 
 Device = torch.device | str | int | None
 """A device in any form that PyTorch accepts."""
@@ -31,6 +34,7 @@ MEMORY_POLICY = "ONEBOX_MEMORY_POLICY"
 _POLICIES = ("keep", "offload")
 
 _LOG = logging.getLogger("onebox")
+_TRAINER = "onebox.engine.trainer"
 
 SETTLE_S = 60.0
 """Bound of the wait for all workers after one has missed a tensor of another."""
@@ -48,7 +52,10 @@ class DeviceContext:
         self.owner = os.getpid()
         self.transfers = threading.RLock()
         self.errors = ScriptErrors(lambda: called, self._send, self._tidy)
-        self.queues = tuple(CommandQueue(pool, each, idle.ring, self.errors, self.begin) for each in range(len(pool)))
+        self.script_time = ScriptTime()
+        self.queues = tuple(
+            CommandQueue(pool, each, idle.ring, self.errors, self.begin, self.script_time) for each in range(len(pool))
+        )
         for queue in self.queues:
             queue.channel.others = [each.channel for each in self.queues]
             queue.synchronous = isinstance(pool, AttachedPool) and pool.synchronous
@@ -77,8 +84,18 @@ class DeviceContext:
                     queue.begin()
                 self.pool.closing += [queue.native.close for queue in self.queues]
                 self.begun = True
+                self.script_time.begin(time.monotonic_ns())
                 self.take_over()
                 idle.start(open_queues)
+
+    def figures(self) -> ScriptFigures:
+        """Return where the time of the script has gone until now."""
+        devices = [
+            DeviceBusy(f"{called}:{queue.worker}", self.pool.busy_ns(queue.worker) / 1e9)
+            for queue in self.queues
+            if queue.used
+        ]
+        return self.script_time.figures(time.monotonic_ns(), devices)
 
     def take_over(self) -> None:
         """Make the devices those of PyTorch, which may have had another pool's in use."""
@@ -295,8 +312,33 @@ def _attach_to_parent() -> DeviceContext:
         pool = AttachedPool(parent_address())
         made = attach(pool)
         apply_memory_policy(pool)
-        pool.closing.insert(0, lambda: _send_recorded(made))
+        pool.closing[:0] = [lambda: _send_recorded(made), tell_last(made)]
         return made
+
+
+def tell_last(devices: DeviceContext) -> Callable[[], None]:
+    """Say what a script is bound by while it runs, if it is to; return what says so at its end.
+
+    Of several processes that use the devices of their parent the one with the first device tells: the lines of the
+    others are the same. Nothing is said of a script that has a trainer, which has an account of its own.
+    """
+    rank = os.environ.get("RANK", "")
+    who = f"rank {rank}: " if devices.pool.attached and rank else ""
+    verbose = bool(os.environ.get(VERBOSE))
+    imported = _TRAINER in sys.modules
+
+    def figures() -> ScriptFigures:
+        trains = _TRAINER in sys.modules and not imported
+        by_another = devices.pool.attached and not devices.queues[0].used
+        return ScriptFigures() if trains or by_another else devices.figures()
+
+    def tell() -> None:
+        if text := last_line(figures(), 0.0 if verbose else LEAST_S):
+            say(who + text)
+
+    if verbose:
+        devices.pool.closing.insert(0, ProgressLines(figures, who).close)
+    return tell
 
 
 def _send_recorded(devices: DeviceContext) -> None:

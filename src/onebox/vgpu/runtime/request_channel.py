@@ -18,6 +18,8 @@ from onebox.errors import DeviceMemoryError, OneboxError, OperatorError, PeerLos
 from onebox.pool import Pool, WorkerReply
 from onebox.pool.errors import CAUSE_S
 from onebox.sizes import enough_text
+from onebox.vgpu.runtime.script_lines import current_line
+from onebox.vgpu.runtime.script_time import ScriptTime
 from onebox.vgpu.signals import deliver_signals, interruptible, shielded
 from onebox.wire.protocol.eager import StreamHeader
 from onebox.wire.protocol.requests import Instruction
@@ -28,6 +30,9 @@ to a device that does 1,000 steps a second, of four messages each."""
 
 BYTES = 256 << 20
 """Limit of bytes of uploads in flight."""
+
+UPLOAD_BYTES = 64 << 10
+"""Bytes of uploads in flight from which on a wait may be one for them."""
 
 SLICE_S = 0.05
 """A wait for a worker checks for signals at least this often."""
@@ -179,6 +184,11 @@ class InFlight:
         self._look()
         return any(not message.awaited for message in self._messages)
 
+    def upload_bytes(self) -> int:
+        """Return the bytes of uploads in the messages without a reply."""
+        self._look()
+        return self._size_bytes
+
     def executed(self) -> int:
         """Return the number of the last message that is known to be executed to its end."""
         self._look()
@@ -254,6 +264,7 @@ class RequestChannel:
         pool: The pool.
         worker: The number of the device in it.
         errors: What the script has been told of, on all devices of the pool.
+        script_time: Where the script's time goes.
 
     Attributes:
         lock: Held while sending.
@@ -263,13 +274,14 @@ class RequestChannel:
         of_rank: Whether the device is a rank's.
     """
 
-    def __init__(self, pool: Pool, worker: int, errors: ScriptErrors) -> None:
+    def __init__(self, pool: Pool, worker: int, errors: ScriptErrors, script_time: ScriptTime) -> None:
         self.lock = threading.RLock()
         self.waits = 0
         self.messages = 0
         self.others: Sequence[RequestChannel] = ()
         self._pool = pool
         self._worker = worker
+        self._time = script_time
         self._script = self._errors = errors
         self._rank = errors.for_rank()
         self.of_rank = False
@@ -304,7 +316,7 @@ class RequestChannel:
         assert sent is not None
         self.waits += 1
         try:
-            _wait(sent.future)
+            self._wait(sent.future)
             return sent.future.result()
         except OneboxError as error:
             cause = self._tell(FailedMessage(error, sent.number, sent.errors))
@@ -334,7 +346,31 @@ class RequestChannel:
                 oldest = self._in_flight.too_far()
             if oldest is None:
                 return
-            _wait(oldest)
+            self._wait(oldest, ahead=True)
+
+    @shielded
+    def _wait(self, future: Future[WorkerReply], end_s: float = math.inf, *, ahead: bool = False) -> None:
+        """Wait until a worker has replied, at most until a time, and count it as the time of the script's line.
+
+        While uploads are on their way, the part of it in which the device does nothing is theirs.
+
+        Args:
+            future: Future of the reply.
+            end_s: The time.
+            ahead: Whether the script is too far ahead, and waits for no value.
+        """
+        if future.done():
+            return
+        line, since_ns, busy_ns = current_line(), time.monotonic_ns(), self._pool.busy_ns(self._worker)
+        with self.lock:
+            uploading = self._in_flight.upload_bytes() >= UPLOAD_BYTES
+        self._time.begin_wait(since_ns)
+        try:
+            _wait(future, end_s)
+        finally:
+            now_ns = time.monotonic_ns()
+            idle_ns = max(0, now_ns - since_ns - (self._pool.busy_ns(self._worker) - busy_ns))
+            self._time.end_wait(line, since_ns, now_ns, arriving_ns=idle_ns if uploading else 0, ahead=ahead)
 
     def raise_failed(self) -> None:
         """Raise the failure that has stopped the stream, unless the script has been told.
@@ -455,7 +491,7 @@ class RequestChannel:
     def settle(self, probe: SentMessage, end_s: float) -> None:
         """Wait for the reply to a probe, at most until a time."""
         self.waits += 1
-        _wait(probe.future, end_s)
+        self._wait(probe.future, end_s)
 
     def reached(self, mark: int) -> bool:
         """Return whether the worker has executed everything up to a message.
