@@ -139,7 +139,7 @@ def test_a_server_that_stops_is_lost_and_found_again(training: Training, visitor
 
 @pytest.mark.feature("Monitoring: Watch the pool of a script")
 def test_the_pool_of_a_script(tmp_path: Path, visitors: Any) -> None:
-    script = "import torch, time\nprint(torch.ones(9, device='cuda:1').sum().item())\ntime.sleep(600)\n"
+    script = "import torch\nx = torch.ones(9, device='cuda:1')\nwhile True:\n    x.sum().item()\n"
     (tmp_path / "script.py").write_text(script)
     line = ["run", "--pool", "cpu*2", "--threads", "1", "--page", "script.py", "--password", "secret"]
     with running(line, tmp_path) as process:
@@ -149,6 +149,10 @@ def test_the_pool_of_a_script(tmp_path: Path, visitors: Any) -> None:
         assert page.inner_text("#name") == "script.py"
         assert "secret" not in page.content()
         assert page.locator("#hosts tbody tr").count() == 2
+        until(page, "() => /cuda:1/.test(document.querySelector('#script-bound').innerText)")
+        lines = page.locator("#script-lines")
+        assert re.search(r"script\.py:4\s+x\.sum\(\)\.item\(\)\s+\d", lines.inner_text())
+        assert serious(page) == []
         os.kill(workers_of(process)[1].pid, signal.SIGKILL)
         until(page, "() => /device 1 .*is lost/.test(document.querySelector('#events-list').innerText)")
         assert page.inner_text("#hosts").count("lost") == 1

@@ -25,7 +25,9 @@ from onebox.vgpu.runtime.context import (
     tell_last,
 )
 from onebox.vgpu.runtime.context import memory_policy as _policy
-from onebox.vgpu.runtime.script_verdict import VERBOSE, say
+from onebox.vgpu.runtime.script_lines import place_of, text_of
+from onebox.vgpu.runtime.script_time import ScriptFigures
+from onebox.vgpu.runtime.script_verdict import VERBOSE, say, verdict
 from onebox.worker import Fault
 
 
@@ -148,16 +150,20 @@ __all__ = [
     "VERBOSE",
     "Pool",
     "Ranks",
+    "ScriptFigures",
     "alias_cuda",
     "attach",
     "current_context",
     "install",
     "install_on_demand",
     "open_devices",
+    "place_of",
     "say",
     "set_synchronous",
     "spawn",
     "tell_last",
+    "text_of",
     "uninstall",
     "used_devices",
+    "verdict",
 ]

@@ -152,10 +152,10 @@ def _show(pool: Pool, config: RunConfig) -> Callable[[int], None]:
         UsageError: The port is taken.
     """
     from onebox.report.page import serve_page
-    from onebox.report.page.live_run import ScriptPool
+    from onebox.report.page.script_pool import ScriptPool
 
     name = config.script[config.script[0] == MODULE]  # without its arguments, which may be secret
-    source = ScriptPool(name, pool)
+    source = ScriptPool(name, pool, current_context().figures)
     page = serve_page(source, port=config.page_port)
     pool.closing.append(page.close)
     print(f"onebox: page at {page.url}", file=sys.stderr, flush=True)

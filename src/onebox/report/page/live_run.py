@@ -1,4 +1,4 @@
-"""The page of a run, or of a script's pool, in this process.
+"""The page of a run in this process.
 
 Everything here is called by the page's thread, but for what the run tells: its records and completed steps, each of
 which costs the run less than a microsecond or two.
@@ -192,44 +192,6 @@ class LiveRun(StepObserver):
         cost_s = time.thread_time() - begin_s
         self._next_s = now_s + min(_SELDOM_S, max(_OFTEN_S, cost_s / _SHARE))
         return True
-
-
-class ScriptPool:
-    """The pool of a script of this process, for the page.
-
-    Args:
-        name: The script.
-        pool: The pool.
-    """
-
-    def __init__(self, name: str, pool: Pool) -> None:
-        self._name = name
-        self._pool = PoolWatch(pool)
-        self._history = RunHistory()
-        self._ended: tuple[RunState, str] | None = None
-
-    def finish(self, state: RunState, text: str) -> None:
-        """Record the end of the script; see :meth:`LiveRun.finish`."""
-        self._ended = state, text
-
-    def state(self) -> PageState:
-        """Return the present state."""
-        for event in self._pool.news():
-            self._history.note(event.kind, event.text, at_s=event.at_s, severity=event.severity)
-        state, text = self._ended or ("running", self._pool.recovering)
-        return PageState(
-            head=Head(kind="script", name=self._name, state=state, text=text),
-            hosts=self._pool.hosts({}, {}, {}, {}),
-            links=self._pool.uplinks(),
-            events=self._history.events,
-        )
-
-    def trace(self) -> bytes | None:
-        """Return ``None``: a script has no steps."""
-        return None
-
-    def close(self) -> None:
-        """Do nothing: the pool belongs to others."""
 
 
 class PoolWatch:

@@ -122,6 +122,48 @@ class RunNumbers(PagePart, frozen=True):
     islands: tuple[Island, ...] = ()
 
 
+class TimePart(PagePart, frozen=True):
+    """A part of a script's time.
+
+    Args:
+        name: What it went to.
+        share: Its share, 0 to 1.
+    """
+
+    name: str
+    share: float
+
+
+class WaitingLine(PagePart, frozen=True):
+    """A line of a script that has waited for values.
+
+    Args:
+        place: Its file and number.
+        text: Its text.
+        waits: Number of its waits.
+        share: Their share of the script's time, 0 to 1.
+    """
+
+    place: str
+    text: str
+    waits: int
+    share: float
+
+
+class ScriptView(PagePart, frozen=True):
+    """Where the time of a script goes, since its first use of a device.
+
+    Args:
+        bound: What it is bound by, and what would help.
+        parts: The parts of the time.
+        lines: The lines that have waited, the longest first.
+    """
+
+    bound: str
+    parts: tuple[TimePart, ...]
+    lines: tuple[WaitingLine, ...]
+
+
 class Curves(PagePart, frozen=True):
     """The curves of a run, thinned out to a bounded number of points.
 
@@ -337,6 +379,7 @@ class PageState(PagePart, frozen=True):
         head: The head.
         run: Numbers of the run.
         curves: Curves of the run.
+        script: Where the time of a script goes.
         hosts: The pool, by hosts.
         links: The links between hosts, and from the client.
         plan: The plan.
@@ -347,6 +390,7 @@ class PageState(PagePart, frozen=True):
     head: Head
     run: RunNumbers | None = None
     curves: Curves | None = None
+    script: ScriptView | None = None
     hosts: tuple[HostView, ...] = ()
     links: tuple[LinkView, ...] = ()
     plan: PlanView | None = None

@@ -342,6 +342,36 @@ function drawPool() {
   ].filter(Boolean).join("; "));
 }
 
+// ---- the time of a script
+
+let timeParts = null;
+let timeLines = null;
+
+function fillShare(cell, each) {
+  fillMeter(cell, { value: each.share, text: percent(each.share), label: "share of the time", kind: "busy" });
+}
+
+function drawScript() {
+  const { script } = state;
+  at("script").hidden = !script;
+  if (!script) return;
+  setText(at("script-note"), "since the first use of a device");
+  setText(at("script-bound"), script.bound);
+  timeParts ??= new Table(at("script-parts"), [
+    { title: "part", text: (each) => each.name },
+    { title: "share", className: "c-busy", fill: fillShare },
+  ]);
+  timeLines ??= new Table(at("script-lines"), [
+    { title: "line that waits", text: (each) => each.place },
+    { title: "text", className: "minor", text: (each) => each.text },
+    { title: "waits", className: "num minor", text: (each) => count(each.waits) },
+    { title: "share", className: "c-busy", fill: fillShare },
+  ]);
+  timeParts.update(script.parts);
+  at("script-lines").hidden = !script.lines.length;
+  timeLines.update(script.lines);
+}
+
 let links = null;
 
 function drawLinks() {
@@ -397,7 +427,7 @@ function eventItem(event, key) {
 // ---- the connection
 
 const DRAW = {
-  head: () => { drawHead(); drawPool(); }, run: drawRun, curves: drawCurves, hosts: drawPool, links: drawLinks, plan: drawPlan,
+  head: () => { drawHead(); drawPool(); }, run: drawRun, curves: drawCurves, script: drawScript, hosts: drawPool, links: drawLinks, plan: drawPlan,
   schedule: drawSchedule, events: drawEvents,
 };
 
