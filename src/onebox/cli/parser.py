@@ -7,7 +7,7 @@ import dataclasses
 import io
 import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tyro
@@ -108,8 +108,11 @@ _BARE = (
 )
 """Flags of ``onebox run`` that take no value."""
 
-_RECOVER = "--recover"
-"""The flag whose value may be left out."""
+_OPTIONAL: dict[str, tuple[str, Callable[[str], bool]]] = {
+    "--recover": ("on", lambda word: word in ("auto", "on", "off")),
+    "--profile": ("onebox-trace.json", lambda word: word.endswith(".json")),
+}
+"""The flags whose value may be left out: what it is then, and whether a word is one."""
 
 _DESCRIPTION = "Every GPU that you can reach, as one box for training PyTorch models."
 
@@ -165,7 +168,7 @@ def parse(arguments: Sequence[str]) -> Config:
         arguments = _as_run(arguments[1:])
     command = _command(arguments)
     own, script = _without_script(arguments)
-    own = _with_recover(own[len(command.split()) :])
+    own = _with_values(own[len(command.split()) :])
     if HELP_ALL in own or any(word in own for word in HELP):
         print_help(OPTIONS[command], f"onebox {command}", full=HELP_ALL in own)
     config: Config = _tyro(OPTIONS[command], own, prog=f"onebox {command}")
@@ -204,20 +207,20 @@ def _command(arguments: Sequence[str]) -> str:
     return f"{first} {second}"
 
 
-def _with_recover(words: Sequence[str]) -> list[str]:
-    """Return arguments in which ``--recover`` has its value, which is ``on`` if nothing is said."""
+def _with_values(words: Sequence[str]) -> list[str]:
+    """Return arguments in which the flags whose value may be left out have one."""
     pairs = itertools.pairwise([*words, ""])
-    return [f"{_RECOVER}=on" if _is_bare_recover(*pair) else pair[0] for pair in pairs]
+    return [f"{pair[0]}={_OPTIONAL[pair[0]][0]}" if _is_bare(*pair) else pair[0] for pair in pairs]
 
 
-def _is_bare_recover(word: str, following: str) -> bool:
-    return word == _RECOVER and following not in ("auto", "on", "off")
+def _is_bare(word: str, following: str) -> bool:
+    return word in _OPTIONAL and not _OPTIONAL[word][1](following)
 
 
 def _width(words: Sequence[str], position: int) -> int:
     """Return whether a flag of ``onebox run`` is one argument, or two with its value."""
     word, following = words[position], words[position + 1] if position + 1 < len(words) else ""
-    return 1 if "=" in word or word in _BARE or _is_bare_recover(word, following) else 2
+    return 1 if "=" in word or word in _BARE or _is_bare(word, following) else 2
 
 
 def _without_script(arguments: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:

@@ -25,8 +25,9 @@ from onebox.vgpu.runtime.context import (
     tell_last,
 )
 from onebox.vgpu.runtime.context import memory_policy as _policy
+from onebox.vgpu.runtime.script_events import MessageEvent, ScriptEvent, ScriptEvents
 from onebox.vgpu.runtime.script_lines import place_of, text_of
-from onebox.vgpu.runtime.script_time import ScriptFigures
+from onebox.vgpu.runtime.script_time import ScriptFigures, ScriptLine
 from onebox.vgpu.runtime.script_verdict import VERBOSE, say, verdict
 from onebox.worker import Fault
 
@@ -148,9 +149,13 @@ __all__ = [
     "MEMORY_POLICY",
     "SHARES",
     "VERBOSE",
+    "MessageEvent",
     "Pool",
     "Ranks",
+    "ScriptEvent",
+    "ScriptEvents",
     "ScriptFigures",
+    "ScriptLine",
     "alias_cuda",
     "attach",
     "current_context",

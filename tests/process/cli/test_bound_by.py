@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from onebox.report.figures.chrome_trace import Timeline
 from tests.process.cli.test_run_command import run, script
 
 READS = """
@@ -87,3 +88,31 @@ def test_one_rank_tells_for_all(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     lines = [line for line in done.stderr.splitlines() if "busy cuda:" in line]
     assert len(lines) == 1 and lines[0].startswith("onebox: rank 0: ") and "busy cuda:0 " in lines[0], done.stderr
+
+
+# ---- timelines
+
+
+@pytest.mark.feature("Monitoring: Write a timeline of a script")
+@pytest.mark.parametrize(("last", "status"), [("", 0), ("1 / 0\n", 1)], ids=["ends", "fails"])
+def test_a_timeline_has_the_lines_of_the_script_also_where_it_fails(last: str, status: int, tmp_path: Path) -> None:
+    script(tmp_path, UPLOADS + "    images.cuda(1)\n" + last)
+    done = run(tmp_path, "--profile", "trace.json", "script.py", pool=("--pool", "cpu*2", "--threads", "1"))
+    assert done.returncode == status
+    said = "onebox: the timeline is in trace.json, for ui.perfetto.dev or chrome://tracing"
+    assert said in done.stderr.splitlines()
+    tracks = Timeline.from_json((tmp_path / "trace.json").read_bytes()).processes
+    assert list(tracks) == ["script", "cuda:0", "cuda:1"]
+    spans = tracks["script"]["MainThread"]
+    uploads = [span.args["line"] for span in spans if span.category == "upload" and span.args["size_bytes"] == 24 << 20]
+    assert uploads == ["script.py:5", "script.py:6"] * 20
+    waits = {(span.args["line"], span.args["text"]) for span in spans if span.category == "wait" and span.args}
+    assert waits == {("script.py:5", "first = images.cuda()[0, 0, 0, 0].item()")}
+    assert any(span.name.endswith("up to script.py:5") for span in tracks["cuda:0"]["operators"])
+
+
+def test_a_timeline_needs_a_folder_that_exists(tmp_path: Path) -> None:
+    script(tmp_path, "print('begun')\n")
+    done = run(tmp_path, "--profile", "there/trace.json", "script.py")
+    said = "onebox: --profile there/trace.json: a file in an existing folder is needed\n"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", said)

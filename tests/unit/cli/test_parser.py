@@ -411,6 +411,18 @@ def test_a_flag_takes_values_of_one_kind_in_all_commands() -> None:
     assert not [name for name, found in kinds.items() if len(found) > 1]
 
 
+def test_profile_needs_no_name() -> None:
+    bare, named = (
+        parse(["run", "--profile", "train.py", "x.json"]),
+        parse(["run", "--profile", "there/t.json", "train.py"]),
+    )
+    assert isinstance(bare, RunConfig) and isinstance(named, RunConfig)
+    assert (bare.profile, bare.script) == (Path("onebox-trace.json"), ("train.py", "x.json"))
+    assert (named.profile, named.script) == (Path("there/t.json"), ("train.py",))
+    with pytest.raises(UsageError, match=r"--profile train.py: the name of the file ends in .json"):
+        parse(["run", "--profile=train.py", "train.py"])
+
+
 @pytest.mark.parametrize(
     ("line", "recovers", "script"),
     [

@@ -18,6 +18,7 @@ import torch
 
 from onebox.cli.exit_status import FAILED, INTERRUPTED, OK, interruption
 from onebox.cli.options.pools import RunConfig
+from onebox.cli.output_files import check_target, write_output
 from onebox.cli.tracebacks import without_own_frames
 from onebox.errors import UsageError
 from onebox.pool import Pool
@@ -30,6 +31,7 @@ from onebox.vgpu import (
     MEMORY_POLICY,
     SHARES,
     VERBOSE,
+    ScriptEvents,
     current_context,
     open_devices,
     say,
@@ -56,6 +58,7 @@ def run_script(config: RunConfig) -> int:
         UsageError: There is no such script or module.
         OneboxError: The pool cannot be opened; or an operator of the script whose result was never read has failed.
     """
+    check_target("--profile", config.profile)
     with _arguments(config.script) as run:
         pool = open_devices(
             config.pool,
@@ -82,6 +85,7 @@ def run_script(config: RunConfig) -> int:
         tell = tell_last(current_context())
         server = _share(pool, synchronous=config.synchronous)
         finish = _show(pool, config) if config.page else None
+        events = None if config.profile is None else current_context().record_events()
         own = os.getpid()
         with _end_signals(pool, config.stop_within):
             status = _status_of(run)
@@ -98,9 +102,24 @@ def run_script(config: RunConfig) -> int:
         finally:
             if finish is not None:
                 finish(shown)
+            if config.profile is not None and events is not None:
+                _write_timeline(config.profile, events)
         if status == OK:  # told when the pool is closed: exit handlers and other threads still use devices
             pool.closing[:0] = [lambda: _tell_unused(pool, server), tell]
         return status
+
+
+def _write_timeline(path: Path, events: ScriptEvents) -> None:
+    """Write the timeline of a script, and say where it is.
+
+    Raises:
+        UsageError: It cannot be written.
+    """
+    from onebox.report.figures.script_timeline import script_timeline
+
+    write_output("--profile", path, script_timeline(events, lambda worker: f"cuda:{worker}").to_json())
+    left_out = f"; {events.left_out} further events did not fit" if events.left_out else ""
+    say(f"the timeline is in {path}, for ui.perfetto.dev or chrome://tracing{left_out}")
 
 
 def _shares(pool: Pool) -> str:

@@ -123,7 +123,10 @@ class RunConfig(PoolOptions):
         uneven: Give ranks with a DistributedSampler batches by the measured speed of their devices, and weight their
             gradients by samples.
         stop_within: Seconds that the script has to end after SIGTERM or SIGHUP, which raise SystemExit in it.
-        verbose: Say what the script is bound by while it runs, too, and not only at the end of one that takes seconds.
+        verbose: Say what the script is bound by while it runs, too, and not only at the end of one that keeps devices
+            busy for seconds.
+        profile: Write a timeline of waits and uploads by line, and of what devices did, into this .json file, as which
+            Perfetto and chrome://tracing open it; without a name into onebox-trace.json.
         page: Show the pool on a page in a browser, at an address of this machine that is printed.
         page_port: Port of that page; 0 for any free one.
         script: The script, or -m and a module, and its arguments.
@@ -146,6 +149,7 @@ class RunConfig(PoolOptions):
     uneven: Flag = False
     stop_within: Duration = 20.0
     verbose: Flag = False
+    profile: File = None
     page: Flag = False
     page_port: int = 0
     script: Annotated[tuple[str, ...], tyro.conf.Suppress] = ()
@@ -154,6 +158,8 @@ class RunConfig(PoolOptions):
         super().__post_init__()
         not_negative(stop_within=self.stop_within)
         check_page(page=self.page, port=self.page_port)
+        if self.profile is not None and self.profile.suffix != ".json":
+            raise UsageError(f"--profile {self.profile}: the name of the file ends in .json")
         if self.recover == "off" and self.recover_memory is not None:
             raise UsageError("--recover-memory is for scripts that recover; --recover is off")
         if self.recover_memory is not None:

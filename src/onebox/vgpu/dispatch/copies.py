@@ -48,7 +48,7 @@ def _put(tensor: Tensor, queue: CommandQueue, number: int) -> None:
     since_ns = time.monotonic_ns()
     private = torch.empty(tensor.shape, dtype=tensor.dtype)
     private.copy_(tensor.detach())
-    queue.script_time.uploaded(private.nbytes, time.monotonic_ns() - since_ns)
+    queue.channel.note_upload(private.nbytes, since_ns)
     spec = TensorSpec(dtype_name(tensor.dtype), tuple(tensor.shape))
     codec, frame = queue.packing.packed(spec, to_frame(private))
     queue.before(Put((number,), (spec,), (codec,) if codec else ()), [frame])

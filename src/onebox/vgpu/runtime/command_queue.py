@@ -121,7 +121,6 @@ class CommandQueue:
         script_time: ScriptTime | None = None,
     ) -> None:
         self.pool = pool
-        self.script_time = script_time or ScriptTime()
         self.worker = worker
         self.device = torch.device("vgpu", worker)
         self._begin = begin or self.begin
@@ -132,7 +131,7 @@ class CommandQueue:
         self.unwaited: deque[Callable[[], None]] = deque()  # writes of collectives whose works were collected
         self._writes = threading.RLock()  # taken before all other locks, and held while they are run
         self._writing = False
-        self.channel = RequestChannel(pool, worker, errors or ScriptErrors(), self.script_time)
+        self.channel = RequestChannel(pool, worker, errors or ScriptErrors(), script_time or ScriptTime())
         self.lock = self.channel.lock
         self.packing = UploadPacking(pool, worker)
         self._synchronous = False

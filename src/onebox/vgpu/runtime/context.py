@@ -22,6 +22,7 @@ from onebox.portable import after_fork_in_child
 from onebox.vgpu import native
 from onebox.vgpu.runtime.command_queue import CommandQueue, IdleFlusher
 from onebox.vgpu.runtime.request_channel import ScriptErrors
+from onebox.vgpu.runtime.script_events import ScriptEvents
 from onebox.vgpu.runtime.script_time import DeviceBusy, ScriptFigures, ScriptTime
 from onebox.vgpu.runtime.script_verdict import LEAST_S, VERBOSE, ProgressLines, last_line, say
 
@@ -87,6 +88,13 @@ class DeviceContext:
                 self.script_time.begin(time.monotonic_ns())
                 self.take_over()
                 idle.start(open_queues)
+
+    def record_events(self) -> ScriptEvents:
+        """Note from now on what the script and its devices do, for a timeline."""
+        events = ScriptEvents()
+        for queue in self.queues:
+            queue.channel.events = events
+        return events
 
     def figures(self) -> ScriptFigures:
         """Return where the time of the script has gone until now."""

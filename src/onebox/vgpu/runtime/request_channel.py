@@ -18,6 +18,7 @@ from onebox.errors import DeviceMemoryError, OneboxError, OperatorError, PeerLos
 from onebox.pool import Pool, WorkerReply
 from onebox.pool.errors import CAUSE_S
 from onebox.sizes import enough_text
+from onebox.vgpu.runtime.script_events import ScriptEvents
 from onebox.vgpu.runtime.script_lines import current_line
 from onebox.vgpu.runtime.script_time import ScriptTime
 from onebox.vgpu.signals import deliver_signals, interruptible, shielded
@@ -272,6 +273,7 @@ class RequestChannel:
         messages: Number of messages sent so far.
         others: The channels of all devices of the pool; set by the creator of the devices.
         of_rank: Whether the device is a rank's.
+        events: What is noted for a timeline; ``None`` without one.
     """
 
     def __init__(self, pool: Pool, worker: int, errors: ScriptErrors, script_time: ScriptTime) -> None:
@@ -285,6 +287,7 @@ class RequestChannel:
         self._script = self._errors = errors
         self._rank = errors.for_rank()
         self.of_rank = False
+        self.events: ScriptEvents | None = None
         self._in_flight = InFlight(errors)
 
     def message(self, instructions: Sequence[Instruction], frames: Sequence[Any], *, awaited: bool) -> SentMessage:
@@ -301,6 +304,8 @@ class RequestChannel:
         self.messages = number
         sent = SentMessage(future, number, sum([len(frame) for frame in frames]), awaited, errors)
         self._in_flight.add(sent)
+        if self.events is not None:
+            future.add_done_callback(self.events.sent(self._worker, number, instructions, current_line()))
         return sent
 
     def answer(self, sent: SentMessage | None) -> WorkerReply:
@@ -371,6 +376,15 @@ class RequestChannel:
             now_ns = time.monotonic_ns()
             idle_ns = max(0, now_ns - since_ns - (self._pool.busy_ns(self._worker) - busy_ns))
             self._time.end_wait(line, since_ns, now_ns, arriving_ns=idle_ns if uploading else 0, ahead=ahead)
+            if self.events is not None:
+                self.events.add("ahead" if ahead else "wait", line, since_ns, now_ns)
+
+    def note_upload(self, size_bytes: int, since_ns: int) -> None:
+        """Count the time since a moment as one in which the script copied what it uploads."""
+        now_ns = time.monotonic_ns()
+        self._time.uploaded(size_bytes, now_ns - since_ns)
+        if self.events is not None:
+            self.events.add("upload", current_line(), since_ns, now_ns, size_bytes)
 
     def raise_failed(self) -> None:
         """Raise the failure that has stopped the stream, unless the script has been told.

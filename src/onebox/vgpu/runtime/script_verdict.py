@@ -14,8 +14,8 @@ from onebox.vgpu.runtime.script_time import ScriptFigures
 VERBOSE = "ONEBOX_VERBOSE"
 """Environment variable with which a process says what it is bound by while it runs, too, and however short it is."""
 
-LEAST_S = 5.0
-"""Of shorter scripts nothing is said without being asked: starting took most of their time."""
+LEAST_S = 3.0
+"""Of scripts whose devices have worked for less nothing is said without being asked, however long they take."""
 
 _BUSY = 0.75
 """Share from which on a device is what a script is bound by, whoever waits for it."""
@@ -70,8 +70,9 @@ def _most(figures: ScriptFigures) -> str:
 
 
 def last_line(figures: ScriptFigures, least_s: float = LEAST_S) -> str:
-    """Return the line with which a script ends; empty for one that has used devices for less than a time."""
-    return verdict(figures) if figures.elapsed_s >= least_s else ""
+    """Return the line with which a script ends; empty where uploads and the work of devices took less than a time."""
+    worked_s = max((each.busy_s for each in figures.devices), default=0.0) + figures.uploading_s
+    return verdict(figures) if worked_s >= least_s else ""
 
 
 def say(line: str) -> None:

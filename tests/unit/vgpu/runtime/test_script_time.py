@@ -153,8 +153,8 @@ def test_it_says_what_a_script_is_bound_by_and_what_would_help(figures: ScriptFi
 
 
 def test_a_short_script_ends_without_a_word() -> None:
-    whole = ScriptFigures(elapsed_s=LEAST_S, devices=IDLE)
+    whole = ScriptFigures(elapsed_s=10.0, uploading_s=0.6 * LEAST_S, devices=(DeviceBusy("cuda:0", 0.5 * LEAST_S),))
     assert last_line(whole) == verdict(whole) != ""
-    short = ScriptFigures(elapsed_s=0.9 * LEAST_S, devices=IDLE)
+    short = ScriptFigures(elapsed_s=1e6, devices=(DeviceBusy("cuda:0", 0.9 * LEAST_S),))
     assert last_line(short) == ""
     assert last_line(short, 0.0) == verdict(short)
