@@ -209,7 +209,11 @@ class Pool:
     def busy_ns(self, worker: int) -> int:
         """Return the nanoseconds for which a device has worked for scripts so far, as far as replies have told; in a
         process that uses the devices of its parent, for itself."""
-        return self._client_loop.busy_ns.get(worker, 0)
+        return self._client_loop.work.busy_ns.get(worker, 0)
+
+    def waited_ns(self, worker: int) -> int:
+        """Return the nanoseconds for which a device has waited for others for scripts, likewise."""
+        return self._client_loop.work.waited_ns.get(worker, 0)
 
     @property
     def broken(self) -> bool:

@@ -26,6 +26,7 @@ from onebox.pool.client.group_services import GroupNotice, GroupServices
 from onebox.pool.client.pending import PendingReplies
 from onebox.pool.client.relay import Relay, RelayEnd
 from onebox.pool.client.socket_poller import SocketPoller, Source
+from onebox.pool.client.work_times import WorkTimes
 from onebox.pool.discovery import LOCAL_HOST
 from onebox.pool.errors import AFTERWARDS, WorkerLocation, fail
 from onebox.pool.liveness import Liveness
@@ -106,8 +107,7 @@ class ClientLoop:
         """Bytes of tensors posted to each worker so far."""
         self.received_bytes: dict[int, int] = {}
         """Bytes of tensors in the replies of each worker so far."""
-        self.busy_ns: dict[int, int] = {}
-        """Nanoseconds for which the device of each worker has worked for scripts, as replies have told."""
+        self.work = WorkTimes()
         self.executed: dict[int, int] = {}
         """Progress counter of each worker, from its last heartbeat; grows as long as the worker makes progress."""
         self.memory: dict[int, WorkerMemory] = {}
@@ -493,8 +493,7 @@ class ClientLoop:
             case Reply():
                 size_bytes = sum([len(frame) for frame in frames])
                 self.received_bytes[worker] = self.received_bytes.get(worker, 0) + size_bytes
-                busy_ns = sum([each.busy_ns for each in message.messages])
-                self.busy_ns[worker] = self.busy_ns.get(worker, 0) + busy_ns
+                self.work.add(worker, message.messages)
                 traffic = self._groups.traffic(worker, message.traffic) if message.traffic else ()
                 clock_ns = connection.clock.offset_ns
                 self._pending.reply(connection.place, message, frames, time.monotonic(), traffic, clock_ns)

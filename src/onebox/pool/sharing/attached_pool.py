@@ -13,6 +13,7 @@ from typing import Any
 from onebox.errors import OneboxError, PoolError, WireError
 from onebox.pool.client.connection import WorkerReply
 from onebox.pool.client.pending import PendingReplies
+from onebox.pool.client.work_times import WorkTimes
 from onebox.pool.devices import DeviceInfo, require_devices
 from onebox.pool.errors import fail
 from onebox.pool.pool import Pool
@@ -67,7 +68,7 @@ class ParentConnection(MessageStream):
         self.welcome = welcome
         self.moved: Callable[[tuple[DeviceInfo, ...]], object] | None = None
         """Called with the devices after a recovery."""
-        self.busy_ns: dict[int, int] = {}
+        self.work = WorkTimes()
         self._pending = PendingReplies()
         self._numbers = itertools.count(1)
         self.start()
@@ -116,8 +117,7 @@ class ParentConnection(MessageStream):
             else:
                 fail(future, error)
         elif future is not None:
-            busy_ns = sum([each.busy_ns for each in message.messages])
-            self.busy_ns[worker] = self.busy_ns.get(worker, 0) + busy_ns
+            self.work.add(worker, message.messages)
             times_ns, used_bytes = message.times_ns, message.used_bytes
             future.set_result(WorkerReply(message.results, frames, times_ns, used_bytes, messages=message.messages))
         return True

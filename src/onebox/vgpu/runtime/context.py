@@ -99,7 +99,11 @@ class DeviceContext:
     def figures(self) -> ScriptFigures:
         """Return where the time of the script has gone until now."""
         devices = [
-            DeviceBusy(f"{called}:{queue.worker}", self.pool.busy_ns(queue.worker) / 1e9)
+            DeviceBusy(
+                f"{called}:{queue.worker}",
+                self.pool.busy_ns(queue.worker) / 1e9,
+                self.pool.waited_ns(queue.worker) / 1e9,
+            )
             for queue in self.queues
             if queue.used
         ]

@@ -46,10 +46,18 @@ class DeviceBusy(NamedTuple):
     Args:
         name: Its name in the script.
         busy_s: Seconds for which it has worked.
+        waited_s: Seconds for which it has waited for other devices.
     """
 
     name: str
     busy_s: float
+    waited_s: float = 0.0
+
+    def since(self, before: DeviceBusy | None) -> DeviceBusy:
+        """Return what has come since an earlier time."""
+        if before is None:
+            return self
+        return DeviceBusy(self.name, self.busy_s - before.busy_s, self.waited_s - before.waited_s)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +96,7 @@ class ScriptFigures:
     def since(self, before: ScriptFigures) -> ScriptFigures:
         """Return the figures of the time since earlier ones."""
         waits = {each.line: each for each in before.lines}
-        busy = dict(before.devices)
+        earlier = {each.name: each for each in before.devices}
         lines = (
             LineWaits(line, count - waits[line].waits, waited_s - waits[line].waited_s)
             if line in waits
@@ -101,7 +109,7 @@ class ScriptFigures:
             ahead_s=max(0.0, self.ahead_s - before.ahead_s),
             uploading_s=max(0.0, self.uploading_s - before.uploading_s),
             upload_bytes=self.upload_bytes - before.upload_bytes,
-            devices=tuple(DeviceBusy(name, busy_s - busy.get(name, 0.0)) for name, busy_s in self.devices),
+            devices=tuple(each.since(earlier.get(each.name)) for each in self.devices),
             lines=_longest_first(each for each in lines if each.waits),
         )
 

@@ -38,11 +38,18 @@ def verdict(figures: ScriptFigures) -> str:
         figures.share(part_s) for part_s in (figures.reading_s, figures.ahead_s, figures.uploading_s, figures.own_s)
     )
     busiest = max(figures.devices, key=lambda each: each.busy_s)
-    busy = "busy " + ", ".join(f"{name} {_percent(figures.share(busy_s))}" for name, busy_s in figures.devices)
+    busy = "busy " + ", ".join(f"{each.name} {_percent(figures.share(each.busy_s))}" for each in figures.devices)
     if figures.share(busiest.busy_s) >= _BUSY or ahead > max(reading, uploading, own):
         idle = [each.name for each in figures.devices if each.busy_s < busiest.busy_s / 2]
         help_text = f"give {', '.join(idle)} more of the work" if idle else "faster devices, or more of them, help"
         return f"{whole}, bound by the device {busiest.name}; {busy}: {help_text}"
+    held = max(figures.devices, key=lambda each: each.waited_s)
+    if figures.share(held.waited_s) >= _LARGE and max(reading, ahead) >= _LARGE:
+        share = _percent(figures.share(held.waited_s))
+        return (
+            f"{whole}, bound by devices that wait for each other, {held.name} {share}; {busy}: divide the work by "
+            "their speed (ranks with --uneven), or batches into micro-batches"
+        )
     if uploading >= max(reading, _LARGE):
         size = size_text(figures.upload_bytes)
         return (

@@ -65,9 +65,9 @@ def test_the_figures_of_an_interval_are_its_own() -> None:
     before = time.figures(11 * S, [DeviceBusy("cuda:0", 1.0)])
     waits(time, LOSS, 12, 14)
     time.uploaded(10, S)
-    found = time.figures(21 * S, [DeviceBusy("cuda:0", 4.0), DeviceBusy("cuda:1", 2.0)]).since(before)
+    found = time.figures(21 * S, [DeviceBusy("cuda:0", 4.0, 5.0), DeviceBusy("cuda:1", 2.0)]).since(before)
     assert (found.elapsed_s, found.reading_s, found.uploading_s, found.upload_bytes) == (10.0, 2.0, 1.0, 10)
-    assert found.devices == (DeviceBusy("cuda:0", 3.0), DeviceBusy("cuda:1", 2.0))
+    assert found.devices == (DeviceBusy("cuda:0", 3.0, 5.0), DeviceBusy("cuda:1", 2.0))
     assert found.lines == (LineWaits(LOSS, 1, 2.0),)
 
 
@@ -139,6 +139,11 @@ IDLE = (DeviceBusy("cuda:0", 5.2), DeviceBusy("cuda:1", 0.3))
             "10.0 s, bound by the device cuda:0; busy cuda:0 52 %, cuda:1 3 %: give cuda:1 more of the work",
         ),
         (
+            ScriptFigures(elapsed_s=10.0, reading_s=6.0, devices=(*IDLE, DeviceBusy("cuda:2", 1.0, 4.0))),
+            "10.0 s, bound by devices that wait for each other, cuda:2 40 %; busy cuda:0 52 %, cuda:1 3 %, cuda:2 10 "
+            "%: divide the work by their speed (ranks with --uneven), or batches into micro-batches",
+        ),
+        (
             ScriptFigures(elapsed_s=10.0, reading_s=2.0, uploading_s=0.9, devices=IDLE[:1]),
             "10.0 s, bound by the script itself (Python 71 %, waiting for values 20 %, uploading 9 %); busy cuda:0 52 "
             '%: larger batches, or torch.compile(model, backend="onebox")',
@@ -146,7 +151,7 @@ IDLE = (DeviceBusy("cuda:0", 5.2), DeviceBusy("cuda:1", 0.3))
         (ScriptFigures(elapsed_s=10.0), ""),
         (ScriptFigures(), ""),
     ],
-    ids=["values", "uploads", "device", "ahead", "python", "no device", "nothing"],
+    ids=["values", "uploads", "device", "ahead", "each other", "python", "no device", "nothing"],
 )
 def test_it_says_what_a_script_is_bound_by_and_what_would_help(figures: ScriptFigures, said: str) -> None:
     assert verdict(figures) == said
