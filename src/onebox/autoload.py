@@ -12,9 +12,14 @@ import sys
 from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 from onebox.torch_first import names_devices
+
+if TYPE_CHECKING:
+    from onebox.vgpu.runtime.context import DeviceContext
 
 _FRAMEWORKS = ("accelerate", "lightning", "lightning_fabric", "pytorch_lightning")
 """Packages that know no accelerator called ``vgpu``."""
@@ -66,15 +71,25 @@ class _NamingLoader(Loader):
         self._loader.exec_module(module)
 
 
+def _profile(devices: DeviceContext, path: Path) -> None:
+    """Write a timeline of this process beside that of the script, when it ends."""
+    from onebox.cli.script_timelines import write_of_process
+
+    events = devices.record_events()
+    devices.pool.closing.insert(1, lambda: write_of_process(path, events))  # after what was recorded is sent
+
+
 def autoload() -> None:
     """Make virtual devices known to PyTorch; the pool is attached, or opened, when a device is first used."""
     if not names_devices():
         return
     shared = os.environ.get("ONEBOX_PARENT")
     if shared:
-        from onebox.vgpu import alias_cuda
+        from onebox.vgpu import PROFILE, after_attach, alias_cuda
 
         alias_cuda()
+        if path := os.environ.get(PROFILE):
+            after_attach.append(lambda devices: _profile(devices, Path(path)))
     else:
         from onebox.vgpu import install_on_demand
 

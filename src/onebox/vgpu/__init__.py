@@ -16,6 +16,7 @@ from onebox.vgpu.distributed.uneven_ranks import SHARES
 from onebox.vgpu.registration import install, uninstall
 from onebox.vgpu.runtime.context import (
     MEMORY_POLICY,
+    after_attach,
     apply_memory_policy,
     attach,
     current_context,
@@ -25,7 +26,7 @@ from onebox.vgpu.runtime.context import (
     tell_last,
 )
 from onebox.vgpu.runtime.context import memory_policy as _policy
-from onebox.vgpu.runtime.script_events import MessageEvent, ScriptEvent, ScriptEvents
+from onebox.vgpu.runtime.script_events import PROFILE, MessageEvent, ScriptEvent, ScriptEvents
 from onebox.vgpu.runtime.script_lines import place_of, text_of
 from onebox.vgpu.runtime.script_time import ScriptFigures, ScriptLine
 from onebox.vgpu.runtime.script_verdict import VERBOSE, say, verdict
@@ -147,6 +148,7 @@ def used_devices(pool: Pool) -> set[int]:
 __all__ = [
     "EQUAL_SHARES",
     "MEMORY_POLICY",
+    "PROFILE",
     "SHARES",
     "VERBOSE",
     "MessageEvent",
@@ -156,6 +158,7 @@ __all__ = [
     "ScriptEvents",
     "ScriptFigures",
     "ScriptLine",
+    "after_attach",
     "alias_cuda",
     "attach",
     "current_context",

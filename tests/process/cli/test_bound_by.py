@@ -113,6 +113,22 @@ def test_a_timeline_has_the_lines_of_the_script_also_where_it_fails(last: str, s
     assert any(span.name.endswith("up to script.py:5") for span in tracks["cuda:0"]["operators"])
 
 
+@pytest.mark.feature("Monitoring: Write a timeline of a script")
+def test_each_rank_writes_a_timeline_of_its_own(tmp_path: Path) -> None:
+    script(tmp_path, TRAINS)
+    pool = ("--pool", "cpu*2", "--threads", "1")
+    line = ("--profile", "trace.json", "torchrun", "--nproc-per-node", "gpu", "script.py")
+    done = run(tmp_path, *line, pool=pool)
+    assert done.returncode == 0, done.stderr
+    files = sorted(path.name for path in tmp_path.glob("*.json"))
+    assert files == ["trace-rank-0.json", "trace-rank-1.json"]
+    for rank, file in enumerate(files):
+        tracks = Timeline.from_json((tmp_path / file).read_bytes()).processes
+        assert list(tracks) == ["script", f"cuda:{rank}"]
+        waits = [span.args["line"] for span in tracks["script"]["MainThread"] if span.category == "wait" and span.args]
+        assert "script.py:9" in waits
+
+
 def test_a_timeline_needs_a_folder_that_exists(tmp_path: Path) -> None:
     script(tmp_path, "print('begun')\n")
     done = run(tmp_path, "--profile", "there/trace.json", "script.py")

@@ -18,7 +18,7 @@ import torch
 
 from onebox.cli.exit_status import FAILED, INTERRUPTED, OK, interruption
 from onebox.cli.options.pools import RunConfig
-from onebox.cli.output_files import check_target, write_output
+from onebox.cli.output_files import check_target
 from onebox.cli.tracebacks import without_own_frames
 from onebox.errors import UsageError
 from onebox.pool import Pool
@@ -29,9 +29,9 @@ from onebox.stop_signals import RECENT, exit_status, handling
 from onebox.vgpu import (
     EQUAL_SHARES,
     MEMORY_POLICY,
+    PROFILE,
     SHARES,
     VERBOSE,
-    ScriptEvents,
     current_context,
     open_devices,
     say,
@@ -85,7 +85,7 @@ def run_script(config: RunConfig) -> int:
         tell = tell_last(current_context())
         server = _share(pool, synchronous=config.synchronous)
         finish = _show(pool, config) if config.page else None
-        events = None if config.profile is None else current_context().record_events()
+        write_profile = _profile(config.profile, server)
         own = os.getpid()
         with _end_signals(pool, config.stop_within):
             status = _status_of(run)
@@ -102,24 +102,29 @@ def run_script(config: RunConfig) -> int:
         finally:
             if finish is not None:
                 finish(shown)
-            if config.profile is not None and events is not None:
-                _write_timeline(config.profile, events)
+            write_profile()
         if status == OK:  # told when the pool is closed: exit handlers and other threads still use devices
             pool.closing[:0] = [lambda: _tell_unused(pool, server), tell]
         return status
 
 
-def _write_timeline(path: Path, events: ScriptEvents) -> None:
-    """Write the timeline of a script, and say where it is.
+def _profile(path: Path | None, server: PoolServer | None) -> Callable[[], None]:
+    """Begin the timeline of a script, where there is to be one; return what writes it.
 
-    Raises:
-        UsageError: It cannot be written.
+    A script that leaves the devices to processes that it starts, such as ranks, has none: each of them writes its own.
     """
-    from onebox.report.figures.script_timeline import script_timeline
+    if path is None:
+        return lambda: None
+    os.environ[PROFILE] = os.path.abspath(path)
+    events = current_context().record_events()
 
-    write_output("--profile", path, script_timeline(events, lambda worker: f"cuda:{worker}").to_json())
-    left_out = f"; {events.left_out} further events did not fit" if events.left_out else ""
-    say(f"the timeline is in {path}, for ui.perfetto.dev or chrome://tracing{left_out}")
+    def write() -> None:
+        from onebox.cli.script_timelines import write_timeline
+
+        if events.has_lines or server is None or not server.used:
+            write_timeline(path, events)
+
+    return write
 
 
 def _shares(pool: Pool) -> str:

@@ -196,6 +196,9 @@ after_fork_in_child(_after_fork)
 after_failures: list[Callable[[Sequence[CommandQueue]], object]] = []
 """Called before a failure of an operator is raised, with the queues of the devices that may have stopped."""
 
+after_attach: list[Callable[[DeviceContext], object]] = []
+"""Called with the devices of a parent process when this one begins to use them."""
+
 begin_device: Callable[[], object] = native.load
 """Makes PyTorch know the device, at the first use of a pool's; set by the module of registration. Idempotent."""
 
@@ -325,6 +328,8 @@ def _attach_to_parent() -> DeviceContext:
         made = attach(pool)
         apply_memory_policy(pool)
         pool.closing[:0] = [lambda: _send_recorded(made), tell_last(made)]
+        for call in after_attach:
+            call(made)
         return made
 
 

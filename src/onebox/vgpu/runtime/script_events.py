@@ -15,6 +15,9 @@ from onebox.wire.protocol.eager import FREE, Perform, Replay
 from onebox.wire.protocol.instructions import Call
 from onebox.wire.protocol.requests import Define, Instruction
 
+PROFILE = "ONEBOX_PROFILE"
+"""Environment variable with the file of the script's timeline, beside which processes of it write theirs."""
+
 EVENTS = 100_000
 """The most events: those of some minutes of small steps, and a file of some 30 MB."""
 
@@ -80,6 +83,11 @@ class ScriptEvents:
         self._tapes: dict[tuple[int, int], Counter[str]] = {}
         self._lines: dict[int, ScriptLine | None] = {}  # of the latest message to each worker
         self._sent: dict[tuple[int, int], tuple[ScriptLine | None, ScriptLine | None, Counter[str]]] = {}
+
+    @property
+    def has_lines(self) -> bool:
+        """Whether a line of the script has done something."""
+        return any(event.line for event in self.of_threads) or any(message.line for message in self.of_devices)
 
     def add(self, kind: Kind, line: ScriptLine | None, start_ns: int, end_ns: int, size_bytes: int = 0) -> None:
         """Add an activity of this thread."""

@@ -50,6 +50,9 @@ def test_a_message_that_has_failed_or_is_not_known_has_no_lines() -> None:
     assert events.of_devices == []
     events.sent(0, 2, [], STEP)(reply(MessageTimes(9, 1, 2, 0)))  # played again after a recovery
     assert events.of_devices == [MessageEvent(0, None, None, Counter(), 1, 2, 0)]
+    assert not events.has_lines
+    events.add("wait", READ, 3, 4)
+    assert events.has_lines
 
 
 def test_the_number_of_events_is_limited() -> None:
