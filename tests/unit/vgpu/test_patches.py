@@ -126,7 +126,6 @@ import onebox
 import onebox.vgpu
 from onebox.vgpu.compile.dynamo import DYNAMO
 from onebox.vgpu.distributed.ranks import WORLDS
-from onebox.vgpu.runtime.context import NUMBERED
 DYNAMO.remove()  # applied by the import of the backend
 handler = signal.getsignal(signal.SIGINT)
 onebox.vgpu.install()  # registers the device, which stays
@@ -137,7 +136,6 @@ before = attributes()
 modules = {key[0] for key in before}
 for _ in range(2):
     onebox.vgpu.install()
-    NUMBERED.apply()
     WORLDS.apply()
     DYNAMO.apply()
     alias = onebox.vgpu.alias_cuda()

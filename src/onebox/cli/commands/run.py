@@ -72,16 +72,9 @@ def run_script(config: RunConfig) -> int:
         hosts = devices_by_host(pool.devices)
         if hosts.count(";"):
             print(f"onebox: {hosts}", file=sys.stderr, flush=True)
-        if config.memory_policy:
-            os.environ[MEMORY_POLICY] = config.memory_policy  # also for processes that the script starts
         alias_cuda()
         set_synchronous(config.synchronous)
-        if config.equal_shares:
-            os.environ[EQUAL_SHARES] = "1"  # also for processes that the script starts
-        if config.uneven:
-            os.environ[SHARES] = _shares(pool)
-        if config.verbose:
-            os.environ[VERBOSE] = "1"
+        os.environ |= {name: value for name, value in _settings(config, pool).items() if value}
         tell = tell_last(current_context())
         server = _share(pool, synchronous=config.synchronous)
         finish = _show(pool, config) if config.page else None
@@ -106,6 +99,16 @@ def run_script(config: RunConfig) -> int:
         if status == OK:  # told when the pool is closed: exit handlers and other threads still use devices
             pool.closing[:0] = [lambda: _tell_unused(pool, server), tell]
         return status
+
+
+def _settings(config: RunConfig, pool: Pool) -> dict[str, str]:
+    """Return the environment variables that tell processes of the script what holds for it; empty ones do not."""
+    return {
+        MEMORY_POLICY: config.memory_policy or "",
+        EQUAL_SHARES: "1" if config.equal_shares else "",
+        SHARES: _shares(pool) if config.uneven else "",
+        VERBOSE: "1" if config.verbose else "",
+    }
 
 
 def _profile(path: Path | None, server: PoolServer | None) -> Callable[[], None]:

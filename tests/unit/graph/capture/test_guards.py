@@ -532,7 +532,6 @@ from torch import nn
 import onebox
 from onebox.graph.capture.export import capture
 from onebox.vgpu.compile.dynamo import DYNAMO
-from onebox.vgpu.runtime.context import NUMBERED
 
 
 class Model(nn.Module):
@@ -556,7 +555,6 @@ print(changes())
 DYNAMO.apply()
 print(changes())
 with onebox.open("cpu*2"):
-    NUMBERED.apply()
     print(changes())
     with onebox.vgpu.alias_cuda():
         print(changes())
