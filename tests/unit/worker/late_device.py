@@ -36,8 +36,7 @@ class LateEvent:
     def synchronize(self) -> None:
         self.waited = True
         self._device.synchronised += 1
-        while not self.reached:
-            time.sleep(1e-4)
+        self._device.wait_until(self.at_ns)
 
     def time_ns(self) -> int:
         assert self._timed
@@ -76,12 +75,14 @@ class LateDevice(HostAccelerator):
     Args:
         kernel_s: Seconds of each operator within :meth:`kernels`, other than copies.
         copy_s: Seconds of each copy there.
+        still: Whether time passes by :meth:`skip` and by waits for events alone, at once.
     """
 
     asynchronous = True
 
-    def __init__(self, kernel_s: float = 0.0, copy_s: float = 0.0) -> None:
+    def __init__(self, kernel_s: float = 0.0, copy_s: float = 0.0, *, still: bool = False) -> None:
         super().__init__(torch.device("cpu"))
+        self._still_ns = time.monotonic_ns() if still else None
         self.kernel_s, self.copy_s = kernel_s, copy_s
         self.synchronised = 0
         self.drains = 0
@@ -91,7 +92,14 @@ class LateDevice(HostAccelerator):
 
     def now_ns(self) -> int:
         """Return the present time of the device."""
-        return time.monotonic_ns() + self._ahead_ns
+        return (time.monotonic_ns() if self._still_ns is None else self._still_ns) + self._ahead_ns
+
+    def wait_until(self, at_ns: int) -> None:
+        """Wait until a time."""
+        if self._still_ns is not None:
+            self._ahead_ns += max(0, at_ns - self.now_ns())
+        while self.now_ns() < at_ns:
+            time.sleep(1e-4)
 
     def skip(self, seconds: float) -> None:
         """Let a time pass at once."""

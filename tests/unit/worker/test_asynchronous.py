@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from typing import Any
 
@@ -38,19 +37,17 @@ def lasted_s(rig: Rig) -> list[float]:
 
 
 def test_an_instruction_lasts_as_long_as_the_device_works_on_it() -> None:
-    device = LateDevice(kernel_s=0.02)
+    device = LateDevice(kernel_s=0.02, still=True)
     rig = rig_of(device)
     steps = Call(100, (1,), (4,)), Call(100, (4,), (5,)), Free((4,)), Call(100, (5,), (6,)), Ask("scalars", (3,))
     rig.do(Define(50, Routine(steps, 0)))
     with device.kernels():
-        begin_ns = time.monotonic_ns()
+        begin_ns = device.now_ns()
         (found,) = rig.do(Run(50, trace=True))
-        end_ns = time.monotonic_ns()
+        end_ns = device.now_ns()
     assert found == Scalars((0.5,))
     first, second, free, third, _ = lasted_s(rig)
-    for seconds in (first, second, third):
-        assert seconds == pytest.approx(0.02, abs=0.004)
-    assert free < 0.004
+    assert (first, second, free, third) == pytest.approx((0.02, 0.02, 0, 0.02))
     assert begin_ns <= rig.times_ns[0] <= rig.times_ns[-1] <= end_ns
     assert list(rig.times_ns) == sorted(rig.times_ns)
     assert device.drains == 0
@@ -58,7 +55,7 @@ def test_an_instruction_lasts_as_long_as_the_device_works_on_it() -> None:
 
 
 def test_a_copy_lasts_until_it_is_complete_on_its_own_stream() -> None:
-    device = LateDevice(kernel_s=0.01, copy_s=0.05)
+    device = LateDevice(kernel_s=0.01, copy_s=0.05, still=True)
     rig = rig_of(device)
     steps = (
         Offload((1,)),
@@ -73,17 +70,13 @@ def test_a_copy_lasts_until_it_is_complete_on_its_own_stream() -> None:
         rig.do(Run(50, trace=True))
     assert rig.failures == []
     offload, call, evict, prefetch, beside, reader = lasted_s(rig)
-    assert offload == pytest.approx(0.05, abs=0.01)
-    assert prefetch == pytest.approx(0.05, abs=0.01)
-    assert call == pytest.approx(0.01, abs=0.004)
-    assert beside == pytest.approx(0.01, abs=0.004)
-    assert reader == pytest.approx(0.01, abs=0.004)
-    assert evict == pytest.approx(0.04, abs=0.01)
+    assert (offload, call, evict) == pytest.approx((0.05, 0.01, 0.04))
+    assert (prefetch, beside, reader) == pytest.approx((0.05, 0.01, 0.01))
     assert torch.equal(rig.get(1), X)
 
 
 def test_a_copy_that_ends_after_its_run_is_not_part_of_its_trace() -> None:
-    device = LateDevice(copy_s=0.05)
+    device = LateDevice(copy_s=0.05, still=True)
     rig = rig_of(device)
     rig.do(Define(50, Routine((Offload((1,)),), 0)))
     with device.kernels(), torch.inference_mode():
@@ -95,7 +88,7 @@ def test_a_copy_that_ends_after_its_run_is_not_part_of_its_trace() -> None:
         assert reply.after is not None
         reply.after.synchronize()
         times = reply.message()[0].times_ns
-    assert times[1] - times[0] < 0.01e9
+    assert times[1] == times[0]
 
 
 def test_values_are_those_of_their_place_in_the_work() -> None:
@@ -146,7 +139,7 @@ def test_uploads_of_any_size_arrive_whole(dtype: torch.dtype) -> None:
 
 
 def test_a_block_is_written_again_only_after_its_copies() -> None:
-    device = LateDevice(copy_s=0.1)  # longer than this process is held up between two uploads
+    device = LateDevice(copy_s=0.1, still=True)
     ring = UploadRing(device, block_bytes=1024, blocks=2)
     with device.kernels():
         for _ in range(6):
