@@ -48,7 +48,8 @@ def without_values(reply: Reply) -> Reply:
         else result
         for result in reply.results
     ]
-    return replace(reply, results=tuple(results), times_ns=(0,) * len(reply.times_ns))
+    messages = tuple(replace(each, start_ns=0, end_ns=0, waited_ns=0) for each in reply.messages)
+    return replace(reply, results=tuple(results), times_ns=(0,) * len(reply.times_ns), messages=messages)
 
 
 def spoken(spec: str, train: Callable[[onebox.Pool], None], monkeypatch: pytest.MonkeyPatch) -> list[Said]:
