@@ -67,7 +67,7 @@ def run_script(config: RunConfig) -> int:
             plain_links=config.plain_links,
             recover=config.recovers,
             recover_memory=config.recover_memory,
-            memory_policy=config.memory_policy,
+            memory_policy=None if config.memory_policy == "auto" else config.memory_policy,
         )
         hosts = devices_by_host(pool.devices)
         if hosts.count(";"):
@@ -104,7 +104,7 @@ def run_script(config: RunConfig) -> int:
 def _settings(config: RunConfig, pool: Pool) -> dict[str, str]:
     """Return the environment variables that tell processes of the script what holds for it; empty ones do not."""
     return {
-        MEMORY_POLICY: config.memory_policy or "",
+        MEMORY_POLICY: "" if config.memory_policy == "auto" else config.memory_policy,
         EQUAL_SHARES: "1" if config.equal_shares else "",
         SHARES: _shares(pool) if config.uneven else "",
         VERBOSE: "1" if config.verbose else "",

@@ -116,9 +116,9 @@ class RunConfig(PoolOptions):
         recover: Whether the script survives the loss of workers, which are replaced, and what ran since the last
             snapshot runs again: auto (with devices of other machines), on, as without a value, or off.
         recover_memory: The most memory of this process for that, such as 2GiB; a quarter of the machine's without it.
-        memory_policy: Where a device has no room for a tensor: keep (the default), the operator is an error; offload,
-            the tensors that were last used longest ago go to the memory of its host, and come back for their next use.
-            CPU workers have a memory of their own with --memory only.
+        memory_policy: Where a device has no room for a tensor: keep, the operator is an error; offload, the tensors
+            that were last used longest ago go to the memory of its host, and come back for their next use; auto, as
+            ONEBOX_MEMORY_POLICY says, else keep. CPU workers have a memory of their own with --memory only.
         equal_shares: Let nn.DataParallel divide batches equally, and not by the speed of the devices.
         uneven: Give ranks with a DistributedSampler batches by the measured speed of their devices, and weight their
             gradients by samples.
@@ -144,7 +144,7 @@ class RunConfig(PoolOptions):
     synchronous: Flag = False
     recover: Literal["auto", "on", "off"] = "auto"
     recover_memory: Bytes = None
-    memory_policy: Literal["keep", "offload"] | None = None
+    memory_policy: Literal["auto", "keep", "offload"] = "auto"
     equal_shares: Flag = False
     uneven: Flag = False
     stop_within: Duration = 20.0
