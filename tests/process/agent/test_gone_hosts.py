@@ -179,8 +179,8 @@ for step in range(12):
         print("STEP", flush=True)
         input()
 bits = b"".join(parameter.detach().cpu().numpy().tobytes() for parameter in model.parameters())
-print("BITS", hashlib.sha256(bits).hexdigest(), flush=True)
-print("PLACE", rank, torch.cuda.get_device_name(device), flush=True)
+said = f"BITS {hashlib.sha256(bits).hexdigest()}\\nPLACE {rank} {torch.cuda.get_device_name(device)}\\n"
+os.write(1, said.encode())  # at once: lines of two ranks do not mix
 dist.destroy_process_group()
 """
 

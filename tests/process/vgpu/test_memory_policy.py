@@ -152,9 +152,10 @@ def test_a_device_without_a_memory_of_its_own_is_named(caplog: pytest.LogCapture
 
 
 RANKS = f"""
+import os
 import torch, torch.distributed as dist
 from torch import nn
-torch.cuda.set_device(int(__import__("os").environ["LOCAL_RANK"]))
+torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
 dist.init_process_group("nccl")
 torch.manual_seed(0)
 model = nn.Sequential(*[m for _ in range(4) for m in (nn.Linear({WIDTH}, {WIDTH}), nn.GELU())]).cuda()
@@ -165,7 +166,8 @@ for step in range(3):
     loss = model(torch.randn(2 * {BATCH}, {WIDTH}, device="cuda")).square().mean()
     loss.backward()
     optimizer.step()
-print(f"rank {{dist.get_rank()}} ended within {{torch.cuda.max_memory_allocated() <= {MEMORY}}}")
+line = f"rank {{dist.get_rank()}} ended within {{torch.cuda.max_memory_allocated() <= {MEMORY}}}\\n"
+os.write(1, line.encode())  # at once: lines of two ranks do not mix
 dist.destroy_process_group()
 """
 
@@ -173,7 +175,7 @@ dist.destroy_process_group()
 def test_ranks_have_the_policy_of_the_command(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(RANKS)
     flags = ["run", "--pool", "cpu*2", "--threads", "1", "--memory", str(MEMORY)]
-    ranks = ["torchrun", "--nproc-per-node", "2", "script.py"]
+    ranks = ["torchrun", "--standalone", "--nproc-per-node", "2", "script.py"]
     assert command([*flags, *ranks], tmp_path).returncode != 0
     done = command([*flags, "--memory-policy", "offload", *ranks], tmp_path)
     assert done.returncode == 0, done.stderr

@@ -337,7 +337,7 @@ for step in range(12):
         print("STEP", flush=True)
         input()
 bits = b"".join(parameter.detach().cpu().numpy().tobytes() for parameter in model.parameters())
-print("BITS", hashlib.sha256(bits).hexdigest(), flush=True)
+os.write(1, f"BITS {hashlib.sha256(bits).hexdigest()}\\n".encode())  # at once: lines of two ranks do not mix
 dist.destroy_process_group()
 """
 
