@@ -19,7 +19,7 @@ SLICE_S = 0.2
 """Ctrl-C always ends a wait for workers within this time."""
 
 CAUSE_S = 1.0
-"""How long a worker's error about a lost peer is held back at least for the cause of that peer's end."""
+"""Least time for which a worker's error about a lost peer is held back for the cause of that peer's end."""
 
 AFTERWARDS = (
     "open another pool and resume from the last checkpoint; a trainer with recovery=onebox.Recovery() goes on by "

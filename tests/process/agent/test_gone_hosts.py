@@ -20,6 +20,7 @@ from onebox.pool import spare_workers
 from onebox.pool.discovery import LOCAL_HOST
 from tests.kit.waiting import until
 from tests.process.agent.hosts import Host, start
+from tests.process.vgpu.rank_script import rank_script
 
 pytestmark = pytest.mark.usefixtures("folder")
 
@@ -159,32 +160,6 @@ def test_devices_do_not_move_under_a_trainer(lab: tuple[Host, Host]) -> None:
         trainer.close()
 
 
-RANKS = """
-import hashlib, os, torch, torch.distributed as dist
-from torch import nn
-dist.init_process_group("nccl")
-rank = dist.get_rank()
-device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-torch.cuda.set_device(device)
-torch.manual_seed(0)
-model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4)).to(device))
-optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
-generator = torch.Generator().manual_seed(rank)
-for step in range(12):
-    x, y = torch.randn(8, 16, generator=generator), torch.randint(4, (8,), generator=generator)
-    optimizer.zero_grad()
-    nn.functional.cross_entropy(model(x.to(device)), y.to(device)).backward()
-    optimizer.step()
-    if step == 6 and rank == 0:
-        print("STEP", flush=True)
-        input()
-bits = b"".join(parameter.detach().cpu().numpy().tobytes() for parameter in model.parameters())
-said = f"BITS {hashlib.sha256(bits).hexdigest()}\\nPLACE {rank} {torch.cuda.get_device_name(device)}\\n"
-os.write(1, said.encode())  # at once: lines of two ranks do not mix
-dist.destroy_process_group()
-"""
-
-
 def ranks(lab: tuple[Host, Host], script: Path, at: Callable[[], object]) -> tuple[list[str], list[str], str]:
     """Run two ranks; what is to happen happens once rank 0 has come to its line. Return bits, places, and stderr."""
     command = [str(Path(sys.executable).parent / "onebox"), "run", "--threads", "1"]
@@ -211,7 +186,7 @@ def ranks(lab: tuple[Host, Host], script: Path, at: Callable[[], object]) -> tup
 
 def test_all_ranks_go_on_when_a_host_is_gone(lab: tuple[Host, Host], tmp_path: Path) -> None:
     script = tmp_path / "ranks.py"
-    script.write_text(RANKS)
+    script.write_text(rank_script(6))
     gone, other = lab
     expected, _, _ = ranks(lab, script, lambda: None)
     found, places, said = ranks(lab, script, gone.kill)

@@ -164,11 +164,12 @@ def test_an_interrupt_while_the_workers_start(tmp_path: Path) -> None:
             workers = workers_of(process)
             time.sleep(0.02)
         process.send_signal(signal.SIGINT)
-        said = end(process)
+        shown, said = process.communicate(timeout=WITHIN_S)
     assert (process.returncode, said) == (130, "onebox: interrupted\n")
     assert_gone(workers)
-    for begun in (tmp_path / "runs").iterdir():  # if both workers were there before the signal
-        assert (begun / "config.json").is_file()
+    left = [*(tmp_path / "runs").iterdir()]
+    assert shown or not left  # the devices are shown once the workers are there, which the signal may come after
+    assert all((begun / "config.json").is_file() for begun in left)
 
 
 def test_a_worker_that_dies_is_one_message_and_the_checkpoint_is_whole(tmp_path: Path) -> None:

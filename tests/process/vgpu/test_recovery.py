@@ -20,6 +20,7 @@ import onebox
 from onebox.errors import PoolError, UsageError, WorkerDied
 from onebox.pool.streams import stream_recovery as recovery
 from tests.kit.waiting import until
+from tests.process.vgpu.rank_script import rank_script
 
 STEPS = 12
 
@@ -317,31 +318,6 @@ def test_the_environment_says_whether_scripts_recover(monkeypatch: pytest.Monkey
         whether()
 
 
-RANKS = """
-import hashlib, os, torch, torch.distributed as dist
-from torch import nn
-dist.init_process_group("nccl")
-rank = dist.get_rank()
-device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-torch.cuda.set_device(device)
-torch.manual_seed(0)
-model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4)).to(device))
-optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
-generator = torch.Generator().manual_seed(rank)
-for step in range(12):
-    x, y = torch.randn(8, 16, generator=generator), torch.randint(4, (8,), generator=generator)
-    optimizer.zero_grad()
-    nn.functional.cross_entropy(model(x.to(device)), y.to(device)).backward()
-    optimizer.step()
-    if step in (4, 8) and rank == 0:
-        print("STEP", flush=True)
-        input()
-bits = b"".join(parameter.detach().cpu().numpy().tobytes() for parameter in model.parameters())
-os.write(1, f"BITS {hashlib.sha256(bits).hexdigest()}\\n".encode())  # at once: lines of two ranks do not mix
-dist.destroy_process_group()
-"""
-
-
 def ranks(script: Path, victims: tuple[int, ...]) -> tuple[list[str], str]:
     """Run two ranks; a worker is killed each time that rank 0 has come to its line."""
     command = [str(Path(sys.executable).parent / "onebox"), "run", "--recover", "--pool", "cpu*2", "--threads", "1"]
@@ -374,7 +350,7 @@ def _is_worker(process: psutil.Process) -> bool:
 
 def test_ranks_whose_workers_are_killed_have_the_same_bits(tmp_path: Path) -> None:
     script = tmp_path / "ranks.py"
-    script.write_text(RANKS)
+    script.write_text(rank_script(4, 8))
     expected, _ = ranks(script, ())
     found, said = ranks(script, (0, 1))
     assert "has taken its place" in said

@@ -1,4 +1,4 @@
-"""How long devices have worked for scripts, and waited for each other, as replies tell."""
+"""Times for which devices have worked for scripts, and waited for each other, as replies tell."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a script has read, as far as it takes to compare it with what comes out when it runs again. Pure."""
+"""The values that a script has read, as far as it takes to compare them with those of a second run. Pure."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TOLERANCE = 1e-2
 """Difference, relative to the largest element, that rounding may make: sums are in another order, in any type."""
 
 Likeness = Literal["same", "rounding", "other"]
-"""How the second reading of values is like the first."""
+"""Likeness of the second reading of values to the first."""
 
 
 class ReadValues:

@@ -245,7 +245,7 @@ class StreamRecovery:
         self._seen = pool.recoveries
         self._parted: OneboxError | None = None
         self._exact = True
-        """Whether what the log has read comes out with the same bits: the workers' processors are of the same kind."""
+        """True if what the log has read comes out with the same bits: the workers' processors are of the same kind."""
         self._rounded = False  # it has been said that values have come out again but for rounding
         self._paused = False
         self._lock = threading.RLock()

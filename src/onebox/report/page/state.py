@@ -151,7 +151,7 @@ class WaitingLine(PagePart, frozen=True):
 
 
 class ScriptView(PagePart, frozen=True):
-    """Where the time of a script goes, since its first use of a device.
+    """The time of a script since its first use of a device, by its parts.
 
     Args:
         bound: What it is bound by, and what would help.

@@ -1,4 +1,4 @@
-"""What a script and its devices did, when and for which line: for a timeline. A bounded number of events."""
+"""Events of a script and its devices, with times and lines, for a timeline; their number is bounded."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class ScriptEvents:
 
     @property
     def has_lines(self) -> bool:
-        """Whether a line of the script has done something."""
+        """True if a line of the script has done something."""
         return any(event.line for event in self.of_threads) or any(message.line for message in self.of_devices)
 
     def add(self, kind: Kind, line: ScriptLine | None, start_ns: int, end_ns: int, size_bytes: int = 0) -> None:

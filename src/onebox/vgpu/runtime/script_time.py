@@ -1,4 +1,4 @@
-"""Where the time of a script goes: waits of its lines for values, uploads, and the work of its devices. Pure.
+"""The time of a script by its parts: waits of its lines for values, uploads, and the work of its devices. Pure.
 
 All times are arguments, in nanoseconds on the clock of ``time.monotonic_ns``.
 """
@@ -62,7 +62,7 @@ class DeviceBusy(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ScriptFigures:
-    """Where the time of a script has gone since it first used a device.
+    """The time of a script since it first used a device, by its parts.
 
     What several threads wait for at the same time counts once, except for their lines.
 

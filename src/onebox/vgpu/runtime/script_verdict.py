@@ -1,4 +1,4 @@
-"""What a script is bound by, and what would help: in a line or two, at its end and while it runs."""
+"""The bottleneck of a script, and what would help: in a line or two, at its end and while it runs."""
 
 from __future__ import annotations
 

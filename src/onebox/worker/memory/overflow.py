@@ -19,7 +19,7 @@ from onebox.worker.memory.offload import HostBlockPool
 
 
 class _Place:
-    """Where a storage is.
+    """The place of a storage: on the device or in the host's memory.
 
     Args:
         storage: The storage.
