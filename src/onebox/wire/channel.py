@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import zmq
+import zmq.utils.garbage  # frees what is sent uncopied, and ends at the exit: after pools, which register theirs later
 from msgspec import Struct
 
 from onebox.errors import UsageError, WireError

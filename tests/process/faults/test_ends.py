@@ -89,6 +89,24 @@ ready(pool)
         assert gone(script.workers, ORPHANED_S)
 
 
+def test_a_script_that_ends_before_its_tensors_are_sent(tmp_path: Path) -> None:
+    body = """
+from onebox.wire import TensorSpec
+from onebox.wire.protocol.requests import Put
+pool = open_pool("cpu*1", threads=1)
+ready(pool)
+os.kill(pool.process_ids[0], signal.SIGSTOP)  # so that it reads none of them
+for number in range(1, 9):
+    zeros = torch.zeros(1 << 24, dtype=torch.uint8).numpy()
+    pool.post(0, [Put((number,), (TensorSpec("uint8", (len(zeros),)),))], [zeros])
+    del zeros
+"""
+    with Script(tmp_path, body) as script:
+        script.wait_until_ready()
+        assert script.end(INTERRUPTED_S) == (0, "", "")
+        assert gone(script.workers, ORPHANED_S)
+
+
 @pytest.mark.feature("Recovery: Leave no process behind")
 def test_workers_of_a_killed_process_end_by_themselves(tmp_path: Path) -> None:
     body = """

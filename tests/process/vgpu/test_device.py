@@ -329,7 +329,8 @@ def test_a_profiler_shows_operators_with_the_times_of_the_worker() -> None:
             small + 1
         made.item()
     times = {event.key: event.device_time_total for event in seen.key_averages()}
-    assert times["aten::mm"] > times["aten::add"] > 0
+    assert times["aten::mm"] > 0
+    assert times["aten::add"] > 0
     assert times["step"] >= times["aten::mm"] + times["aten::sum"] + times["aten::add"]
     assert "VGPU" in seen.key_averages().table()
     with torch.profiler.profile(activities=activities[:1]) as seen:
