@@ -120,8 +120,8 @@ class RunConfig(PoolOptions):
             that were last used longest ago go to the memory of its host, and come back for their next use; auto, as
             ONEBOX_MEMORY_POLICY says, else keep. CPU workers have a memory of their own with --memory only.
         equal_shares: Let nn.DataParallel divide batches equally, and not by the speed of the devices.
-        uneven: Give ranks with a DistributedSampler batches by the measured speed of their devices, and weight their
-            gradients by samples.
+        uneven: Give ranks that train with a DistributedSampler, accelerate, Lightning or transformers batches by the
+            measured speed of their devices, and weight their gradients by samples.
         stop_within: Seconds that the script has to end after SIGTERM or SIGHUP, which raise SystemExit in it.
         verbose: Say what the script is bound by while it runs, too, and not only at the end of one that keeps devices
             busy for seconds.

@@ -5,11 +5,12 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import itertools
 import os
 import statistics
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, get_type_hints
 
 import torch
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import Sampler
+from torch.utils.data import RandomSampler, Sampler
 from torch.utils.data.distributed import DistributedSampler
 
 from onebox.errors import UsageError
@@ -97,9 +98,7 @@ class UnevenSampler(Sampler[list[int]]):
         indices = list(whole)
         for number in range(len(self)):
             together = indices[number * self._step : (number + 1) * self._step]
-            sizes = chunk_sizes(len(together), self.shares)
-            first = sum(sizes[: self.sampler.rank])
-            yield together[first : first + sizes[self.sampler.rank]]
+            yield _own_part(together, self.shares, self.sampler.rank)
 
     def __len__(self) -> int:
         """Return the number of batches, which all ranks have alike."""
@@ -131,13 +130,7 @@ class _SampleWeight:
         if not self._hooked:
             model.register_comm_hook(self, _weighted)
             self._hooked = True
-        samples = batch_size((inputs, kwargs), 0)
-        if not samples:
-            raise UsageError(
-                "the sizes of the model's arguments do not say how many samples they have, so the gradients of uneven "
-                "ranks cannot be weighted; call it with tensors that have a row for each sample, or leave out --uneven"
-            )
-        own = torch.tensor(float(samples), dtype=torch.float64, device=self._device)
+        own = torch.as_tensor(_divisor(inputs, kwargs), device=self._device).to(torch.float64)
         total = own.clone()
         dist.all_reduce(total, group=self._group)
         self._weight = own * dist.get_world_size(self._group) / total
@@ -151,6 +144,18 @@ class _SampleWeight:
     def group(self) -> Any:
         """The group of the ranks."""
         return self._group
+
+
+def _divisor(inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | int:
+    """Return what the mean loss of a call is divided by: its samples, or what transformers tells its models."""
+    told = kwargs.get("num_items_in_batch")
+    samples = batch_size((inputs, kwargs), 0) if told is None else told
+    if told is None and not samples:
+        raise UsageError(
+            "the sizes of the model's arguments do not say how many samples they have, so the gradients of uneven "
+            "ranks cannot be weighted; call it with tensors that have a row for each sample, or leave out --uneven"
+        )
+    return samples
 
 
 def _weighted(state: _SampleWeight, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
@@ -281,7 +286,7 @@ def weighting(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def loading(original: Callable[..., None]) -> Callable[..., None]:
-    """Let a loader with a shuffling DistributedSampler, as training has it, make batches by speed."""
+    """Let a loader that shuffles, as in training, with a DistributedSampler or by accelerate make batches by speed."""
     signature = inspect.signature(original)
 
     @functools.wraps(original)
@@ -289,6 +294,9 @@ def loading(original: Callable[..., None]) -> Callable[..., None]:
         options = dict(list(signature.bind(loader, *args, **kwargs).arguments.items())[1:])
         sampler, shares = options.get("sampler"), shares_of_ranks()
         size = options.get("batch_size", 1)
+        shard: Any = options.get("batch_sampler")
+        if shares and _is_training_shard(shard):
+            shard.__class__ = _uneven(shard.__class__)
         if not shares or type(sampler) is not DistributedSampler or not sampler.shuffle or size is None:
             original(loader, *args, **kwargs)
             return
@@ -298,6 +306,48 @@ def loading(original: Callable[..., None]) -> Callable[..., None]:
         vars(loader)["sampler"] = sampler  # scripts set its epoch
 
     return call
+
+
+def _is_training_shard(batches: Any) -> bool:
+    """Return whether batches are those of one rank by accelerate, shuffled, as training has them."""
+    data_loader = sys.modules.get("accelerate.data_loader")
+    if data_loader is None or type(batches) is not data_loader.BatchSamplerShard:
+        return False
+    return isinstance(getattr(batches.batch_sampler, "sampler", None), RandomSampler)
+
+
+class _Drawn(list[list[int]]):
+    """The batches of a sampler, drawn once for all ranks, with the attribute of one that accelerate reads."""
+
+    def __init__(self, batches: Iterable[list[int]], batch_size: int | None) -> None:
+        super().__init__(batches)
+        self.batch_size = batch_size
+
+
+@functools.cache
+def _uneven(shard: Any) -> Any:
+    """Return the class of accelerate's batches of a rank, by the speed of its device."""
+
+    class UnevenShard(shard):  # made here, as accelerate need not be installed
+        def __iter__(self) -> Iterator[list[int]]:
+            whole, shards = _Drawn(self.batch_sampler, self.batch_size), []
+            for rank in range(self.num_processes):
+                each = copy.copy(self)
+                each.batch_sampler, each.process_index = whole, rank
+                shards.append(shard.__iter__(each))
+            for batches in itertools.zip_longest(*shards, fillvalue=[]):
+                together = [index for batch in batches for index in batch]
+                if part := _own_part(together, shares_of_ranks(), self.process_index):
+                    yield part
+
+    return UnevenShard
+
+
+def _own_part(together: list[int], shares: Sequence[float], rank: int) -> list[int]:
+    """Return a rank's part of a batch of all ranks."""
+    sizes = chunk_sizes(len(together), shares)
+    first = sum(sizes[:rank])
+    return together[first : first + sizes[rank]]
 
 
 _OF_BATCHES = ("batch_size", "shuffle", "sampler", "batch_sampler", "drop_last")
