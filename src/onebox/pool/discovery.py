@@ -17,6 +17,9 @@ MOST_CPU_WORKERS = 4
 LOCAL_HOST = "localhost"
 """Name of this machine in a pool."""
 
+HERE = "this client"
+"""Name of the client's end of a link."""
+
 _GRAMMAR = (
     "'auto', or a list such as 'cuda', 'cuda:0,cuda:1', 'cpu', 'cpu*3' (three CPU workers), 'cuda,cpu'; and emulated: "
     "'cpu@0.5' (a CPU worker at half of its speed), 'sim*4@2' (four devices that compute nothing, at twice the speed)"

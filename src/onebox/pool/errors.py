@@ -42,8 +42,7 @@ _ADVICE = {
     "values": "use a cpu or cuda device where values are needed",
     "address": "behind a NAT let the agent serve at an address of its host that the router forwards to (onebox serve "
     "--bind), beside the one that it advertises; or let gradients be summed at the client (sync='client')",
-    "memory": "use smaller batches, let go of what is needed no more, or give the device a larger budget (memory=); "
-    "onebox run --memory-policy offload uses the memory of its host, too",
+    "memory": "use smaller batches, let go of what is needed no more, or give the device a larger budget (memory=)",
     "peer": "another worker of the group went away or did not answer in time",
     "protocol": "client and worker disagree; this is an error inside onebox",
 }
@@ -90,6 +89,9 @@ _DATA = re.compile(
 )
 """Messages of PyTorch 2.11 to 2.13 about batches that a model or a loss rejects."""
 
+_OFFLOADED = re.compile(r"have to be there at once|of the host's memory needed")
+"""What a worker says of a lack of memory with the memory policy "offload"."""
+
 _UNCHANGED = "nothing has changed: weights, the optimizer's state and buffers are as before, and the trainer can go on"
 
 _CLASSES = re.compile(r"Target (-?\d+) is out of bounds")
@@ -101,6 +103,8 @@ def _advice(failure: WorkerFailure) -> str:
     """Return advice about a failure."""
     if failure.routine != 0 and failure.kind == "memory":
         return ADVICE_IN_STEPS
+    if failure.kind == "memory" and not _OFFLOADED.search(failure.message):
+        return _ADVICE["memory"] + "; onebox run --memory-policy offload uses the memory of its host, too"
     if failure.kind != "operator":
         return _ADVICE[failure.kind]
     if "device-side assert" in failure.message:

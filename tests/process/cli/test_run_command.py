@@ -282,6 +282,14 @@ def test_devices_without_work_are_named(lines: str, said: str, tmp_path: Path) -
     assert (done.returncode, done.stderr) == (3 if "exit(3)" in lines else 0, said)
 
 
+def test_a_device_without_work_is_named_beside_a_page_too(tmp_path: Path) -> None:
+    script(tmp_path, "import torch\ntorch.ones(1, device='cuda')\n")
+    line = [sys.executable, "-m", "onebox", "run", *POOL, "--page", "script.py"]  # the page imports no trainer
+    done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=WITHIN_S, check=False)
+    assert done.returncode == 0
+    assert done.stderr.splitlines(keepends=True)[1:] == [IDLE]
+
+
 # ---- nothing is left
 
 

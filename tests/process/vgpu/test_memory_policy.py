@@ -113,8 +113,9 @@ def test_without_the_policy_it_is_an_error_that_names_it() -> None:
 
 def test_an_operator_that_is_too_large_by_itself_is_an_error_and_the_script_goes_on(pool: onebox.Pool) -> None:
     kept = [rows(number).to("vgpu:0") for number in range(6)]
-    with pytest.raises(torch.OutOfMemoryError, match="the tensors of one operator have to be there at once"):
+    with pytest.raises(torch.OutOfMemoryError, match="the tensors of one operator have to be there at once") as caught:
         torch.cat(kept).sum().item()
+    assert "--memory-policy" not in str(caught.value), "it is on"
     assert torch.equal(kept[0].cpu(), rows(0)) and torch.equal(kept[5].cpu(), rows(5))
 
 

@@ -15,6 +15,7 @@ from typing import NamedTuple, TypeVar
 
 from onebox.engine.compile.routine import InstructionLabel
 from onebox.engine.steps.results import StepTrace
+from onebox.pool.discovery import HERE
 from onebox.wire.protocol.responses import LinkTraffic
 
 COMPUTING = "computing"
@@ -32,9 +33,6 @@ STEPS = "steps"
 
 UNSAMPLED = "step"
 """A step whose instructions were not looked at; it is divided as those that were."""
-
-HERE = "this client"
-"""Name of the client's end of a link."""
 
 _DISPATCH_NS = 20_000
 """A shorter gap between two instructions is the worker's own work, not a wait."""

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from onebox.pool import Pool
 from onebox.report.page.history import RunHistory
-from onebox.report.page.live_run import PoolWatch
+from onebox.report.page.pool_watch import PoolWatch
 from onebox.report.page.state import Head, PageState, ScriptView, TimePart, WaitingLine
 from onebox.report.run.status import RunState
 from onebox.vgpu import ScriptFigures, place_of, text_of, verdict

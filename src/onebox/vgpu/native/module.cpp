@@ -9,6 +9,7 @@
 
 #include <c10/util/ApproximateClock.h>
 
+#include <array>
 #include <chrono>
 #include <thread>
 
@@ -133,13 +134,19 @@ bool is_enum(const c10::Argument& argument, c10::TypeKind kind) {
   return optional != nullptr && optional->getElementType()->kind() == kind;
 }
 
+// Before 2.13, PyTorch's headers cannot make a layout of Python's.
+py::object to_python(c10::Layout layout) {
+  static constexpr std::array names = {"strided", "sparse_coo", "sparse_csr", "_mkldnn", "sparse_csc", "sparse_bsr", "sparse_bsc", "jagged"};
+  return py::module_::import("torch").attr(names.at(static_cast<size_t>(layout)));
+}
+
 py::object to_python(const c10::IValue& value, const c10::Argument& argument) {
   if (value.isTensor() && value.toTensor().defined() && value.toTensor().is_cpu() &&
       value.toTensor().unsafeGetTensorImpl()->is_wrapped_number())
     return torch::jit::toPyObject(c10::IValue(value.toTensor().item()));
   if (value.isInt()) {
     if (is_enum(argument, c10::TypeKind::ScalarTypeType)) return py::cast(static_cast<c10::ScalarType>(value.toInt()));
-    if (is_enum(argument, c10::TypeKind::LayoutType)) return py::cast(static_cast<c10::Layout>(value.toInt()));
+    if (is_enum(argument, c10::TypeKind::LayoutType)) return to_python(static_cast<c10::Layout>(value.toInt()));
     if (is_enum(argument, c10::TypeKind::MemoryFormatType)) return py::cast(static_cast<c10::MemoryFormat>(value.toInt()));
   }
   return torch::jit::toPyObject(value);
