@@ -11,7 +11,7 @@ PROFILE ?= long
 LONG = -m "(long or hypothesis) and not soak" --hypothesis-profile $(PROFILE)
 TOGETHER = -q --numprocesses auto --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test test-all check net browser gpu lint docs tables figures package compose-check bench soak clean
+.PHONY: demo test test-all check net browser gpu lint docs tables figures package compose-check bench soak versions clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
@@ -67,6 +67,19 @@ soak: $(VENV)/.stamp-test
 	$(BIN)/python benchmarks/aliasing.py --programs 20000
 	$(BIN)/pytest $(TOGETHER) -m soak
 
+# The tests of what uses PyTorch's insides, with the other versions that are supported, each in an environment of its own.
+# PyPI has builds for CUDA alone, of some gigabytes.
+versions: OTHER ?= 2.11.0 2.12.0
+versions:
+	for version in $(OTHER); do \
+	  $(PYTHON) -m venv $(VENV)-$$version && \
+	  grep -v '^torch==' constraints.txt > $(VENV)-$$version/constraints.txt && \
+	  $(VENV)-$$version/bin/pip --quiet --disable-pip-version-check install \
+	    -c $(VENV)-$$version/constraints.txt torch==$$version -e '.[test]' && \
+	  $(VENV)-$$version/bin/pytest $(TOGETHER) -m short tests/unit/graph tests/unit/vgpu tests/process/plain tests/process/vgpu \
+	    || exit 1; \
+	done
+
 # The tables in docs, from the code: fields, errors, metrics, options.
 tables: $(VENV)/.stamp-test
 	$(BIN)/python -m docs.tables
@@ -86,7 +99,7 @@ compose-check: $(VENV)/.stamp-test
 	$(BIN)/pytest -q tests/unit/test_containers.py
 
 clean:
-	rm -rf $(VENV) build dist runs .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-* build dist runs .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/.stamp-run: $(VENV)/.stamp-torch pyproject.toml constraints.txt
