@@ -1,8 +1,8 @@
 """Dynamo reads the code of a step: all of Python's state that it depends on, and how it was read.
 
-This file, and for layers :mod:`onebox.graph.capture.equal_layers`, touch Dynamo's capture and its guards, internals of
-PyTorch. Dynamo makes a graph, too, which is thrown away: :mod:`onebox.graph.capture.joint` traces faster, and what else
-a step needs.
+This file, and for layers :mod:`onebox.graph.capture.repeated.equal_layers`, touch Dynamo's capture and its guards,
+internals of PyTorch. Dynamo makes a graph, too, which is thrown away: :mod:`onebox.graph.capture.joint` traces faster,
+and what else a step needs.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from torch.utils import _pytree as pytree
 from torch.utils import checkpoint
 
 from onebox.errors import CaptureError
-from onebox.graph.capture.equal_layers import EqualLayers
 from onebox.graph.capture.guards import OF_BACKWARD, Guards, LayerGuards, changing
 from onebox.graph.capture.locate import at_line, place_of_error
+from onebox.graph.capture.repeated.equal_layers import EqualLayers
 
 _OF_A_STEP = frozenset({
     "AUTOGRAD_SAVED_TENSORS_HOOKS", "DEFAULT_DEVICE", "DETERMINISTIC_ALGORITHMS", "DISPATCH_KEY_SET_MATCH",
