@@ -128,11 +128,12 @@ def _fits_services(environment: Mapping[str, str]) -> bool:
 
 
 class _Starter:
+    _lock = threading.Lock()  # of all: whether this process takes orphans is one flag
+
     def __init__(self, threads: str | None) -> None:
         self._threads = threads
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: socket.socket | None = None
-        self._lock = threading.Lock()
 
     def adopt(self, channel: socket.socket) -> None:
         """Take one that runs."""
