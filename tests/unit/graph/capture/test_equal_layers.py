@@ -213,6 +213,8 @@ def counts(layer: Any, y: Tensor) -> Tensor:
 
 
 def test_what_a_layer_does_to_pythons_state_is_done() -> None:
+    if torch.__version__ < "2.13":
+        pytest.skip("before torch 2.13 it is refused")
     model = Stack(layers(counts))
     for layer in model.layers:
         layer.calls = 0
