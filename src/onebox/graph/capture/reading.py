@@ -215,8 +215,8 @@ def _read(
     with (
         config.patch({**_SETTINGS, "ignore_logging_functions": _logging()}),
         torch.compiler.config.patch(dynamic_sources=",".join(map(re.escape, counters))),  # type: ignore[attr-defined]
+        _quiet(),  # about metrics, too, which torch 2.11 cannot write with functions among the settings
         get_metrics_context(),
-        _quiet(),
         _contexts_ignored(),
         _on_host(),
         _requiring_gradients(),
