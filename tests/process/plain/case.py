@@ -90,6 +90,9 @@ class Case:
     devices: int
 
 
+TORCH_2_11 = torch.__version__ < "2.12"
+"""Whether this PyTorch refuses, or does not notice, what later ones do."""
+
 CASES: list[Case] = []
 """All cases of the modules that have been imported."""
 

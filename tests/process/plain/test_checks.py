@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.kit.pools import Pools
-from tests.process.plain.case import Case, case, check, refused
+from tests.process.plain.case import EQUAL, TORCH_2_11, Case, case, check, refused
 from tests.process.plain.data import FEATURES, SAMPLES, Between, integers, labelled, mlp, randn, sgd
 from tests.process.plain.ways import Way
 
@@ -138,12 +138,15 @@ def one_hot_of_classes(way: Way) -> None:
     way.train(OneHot(), F.cross_entropy, sgd, with_classes())
 
 
-@case(trainer=refused("non-negative"), vgpu=refused("non-negative"))
+@case(trainer=None if TORCH_2_11 else refused("non-negative"), vgpu=refused("non-negative"))
 def one_hot_of_a_negative_class(way: Way) -> None:
     way.train(OneHot(), F.cross_entropy, sgd, with_classes(-1))
 
 
-@case(trainer=refused("smaller than num_classes"), vgpu=refused("smaller than num_classes"))
+@case(
+    trainer=None if TORCH_2_11 else refused("smaller than num_classes"),
+    vgpu=refused("smaller than num_classes"),
+)
 def one_hot_of_a_large_class(way: Way) -> None:
     way.train(OneHot(), F.cross_entropy, sgd, with_classes(FEATURES))
 
@@ -191,7 +194,7 @@ def once_differentiable_differentiated_once(way: Way) -> None:
     train(way, Between(lambda module, h: Once.apply(h)))
 
 
-@case()
+@case(trainer=None if TORCH_2_11 else EQUAL)
 def once_differentiable_in_a_gradient_without_graph(way: Way) -> None:
     train(way, Slope(create_graph=False))
 

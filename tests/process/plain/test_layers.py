@@ -12,7 +12,7 @@ from torch.nn.utils import parametrizations
 
 from onebox.plan import Plan, Stage
 from tests.kit.pools import Pools
-from tests.process.plain.case import Case, case, check, equal_or_refused, refused
+from tests.process.plain.case import EQUAL, TORCH_2_11, Case, case, check, equal_or_refused, refused
 from tests.process.plain.data import Between, integers, labelled, mlp, randn, sgd, tokens
 from tests.process.plain.ways import Loop, Way
 
@@ -57,7 +57,7 @@ def weight_norm(way: Way) -> None:
     train(way, wrapped(parametrizations.weight_norm))
 
 
-@case()
+@case(trainer=None if TORCH_2_11 else EQUAL)
 def weight_norm_by_a_hook(way: Way) -> None:
     train(way, wrapped(nn.utils.weight_norm))
 
@@ -88,7 +88,7 @@ def spectral_norm_in_a_pipeline(way: Way) -> None:
     way.note(losses=losses)
 
 
-@case(devices=1)
+@case(devices=1, trainer=None if TORCH_2_11 else EQUAL)
 def spectral_norm_by_a_hook_on_one_device(way: Way) -> None:
     train(way, wrapped(nn.utils.spectral_norm), micro_batch=None)
 
@@ -450,7 +450,7 @@ def described_images() -> nn.Module:
     return Described()
 
 
-@case(vgpu=None)
+@case(trainer=None if TORCH_2_11 else EQUAL, vgpu=None)
 def vision_language_model(way: Way) -> None:
     batches: list[tuple[Any, Tensor]] = []
     for n in range(2):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import onebox
 from tests.kit.pools import Pools
-from tests.process.plain.case import Case, case, check, equal_or_refused, refused, warned
+from tests.process.plain.case import EQUAL, TORCH_2_11, Case, case, check, equal_or_refused, refused, warned
 from tests.process.plain.data import integers, labelled, mlp, randn, sgd
 from tests.process.plain.ways import Way
 
@@ -116,7 +116,7 @@ def distances_to_integers(way: Way) -> None:
     train(way, onto(F.smooth_l1_loss, torch.int64))
 
 
-@case()
+@case(trainer=None if TORCH_2_11 else EQUAL, vgpu=None if TORCH_2_11 else EQUAL)
 def distances_to_another_precision(way: Way) -> None:
     train(way, onto(F.mse_loss, torch.float32))
 

@@ -183,6 +183,8 @@ def selective_checkpoints(device: str) -> Any:
 
 @pytest.mark.parametrize("case", WORKING, ids=lambda case: case.__name__)
 def test_values_and_derivatives_are_those_of_the_cpu(case: Case) -> None:
+    if case is dual_numbers_of_attention_and_of_a_checkpoint and torch.__version__ < "2.12":
+        pytest.skip("torch 2.11 has no forward derivative of a checkpoint")
     beside(case)
 
 

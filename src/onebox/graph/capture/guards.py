@@ -38,6 +38,8 @@ PLAIN = (type(None), bool, int, float, complex, str, bytes)
 _HELD = (list, dict, set, deque)
 _OTHERS = (random.Random, np.ndarray, np.generic, type(os.environ))
 _FUNCTIONS = (types.FunctionType, property, classmethod, staticmethod)
+_UNGUARDED = PLAIN if torch.__version__ < "2.12" else ()
+"""What guards of torch 2.11 leave out: values of classes, and of defaults."""
 
 _MISSING = object()
 _NO_PLACE = (AttributeError, IndexError, KeyError, SyntaxError, TypeError, ValueError)
@@ -355,8 +357,12 @@ class Watch:
         self._parameters = [tensor for owner in owners for tensor in owner.parameters()]
         self._hooks = self._present_hooks()
         self._tensors = [(name, tensor, _content(tensor)) for name, tensor in constants]
-        kinds = {type(each) for owner in owners for each in owner.modules()}
-        self._functions = _functions(kinds.union(*(map(type, each.read.values()) for each in guards)))
+        read = [value for each in guards for value in each.read.values()]
+        kinds = {type(each) for owner in owners for each in owner.modules()}.union(map(type, read))
+        if _UNGUARDED:
+            kinds.update(value for value in read if isinstance(value, type))
+        self._functions = _functions(kinds)
+        self._defaults = [(value, value.__defaults__) for value in read if isinstance(value, types.FunctionType)]
         self._default = torch.get_default_dtype()
 
     @property
@@ -381,6 +387,9 @@ class Watch:
         for kind, name, function in self._functions:
             if kind.__dict__.get(name) is not function:
                 return f"{kind.__module__}.{kind.__qualname__}.{name}"
+        for function, defaults in self._defaults:
+            if function.__defaults__ is not defaults:
+                return f"{function.__module__}.{function.__qualname__}.__defaults__"
         for name, tensor, before in self._tensors:
             if _content(tensor) != before:
                 return name
@@ -403,9 +412,12 @@ def _content(value: Any) -> Any:
 
 
 def _functions(classes: Iterable[type]) -> list[tuple[type, str, Any]]:
-    """Return the functions of classes and their bases: class, name and function."""
+    """Return the functions of classes and their bases, and values that are not guarded: class, name and function."""
     others = nn.Module, object  # tracers replace methods of the one
     bases = dict.fromkeys(base for each in classes for base in each.__mro__ if base not in others)
     return [
-        (base, name, value) for base in bases for name, value in vars(base).items() if isinstance(value, _FUNCTIONS)
+        (base, name, value)
+        for base in bases
+        for name, value in vars(base).items()
+        if isinstance(value, (*_FUNCTIONS, *_UNGUARDED))
     ]

@@ -41,6 +41,9 @@ _ELSEWHERE = re.compile(r"^___from_numpy|^L\['(inputs|targets)'\]|\._(parameters
 
 _SCOPE = re.compile(r"G\['___unnamed_scope\w*'\]$")
 """All globals of some code together, of which each may come and go."""
+_OURS = "['__import_onebox_dot_"
+"""In the names of globals of this package, which do not change: those of calls that a trace makes for the user's."""
+
 _ARRAY = re.compile(r"___from_numpy\(([GL]\[.*\].*)\)$")
 
 _SAYS = re.compile("debug|info|warn|error|exception|critical|fatal|log$")
@@ -366,6 +369,7 @@ def _is_of_python(entry: Any, *, evaluated: bool) -> bool:
     """Return whether a guard is one of Python's state."""
     if (
         "__builtins_dict__" in entry.orig_guard.name
+        or _OURS in entry.orig_guard.name
         or _SCOPE.match(entry.orig_guard.name)
         or (evaluated and entry.name.endswith(".training"))
     ):
