@@ -332,14 +332,21 @@ def _effects(whole: Any, counters: frozenset[str]) -> Callable[..., object] | No
                 return None
             counted.add(node)
     decided = [guard.expr.free_symbols for guard in sizes.guards] + [set(sizes.replacements)]
-    if any(symbols & each for each in decided) or not whole_numbers.issuperset(nodes[-1].all_input_nodes):
+    known_nodes = set(places)  # others are values of tensors, or follow from them
+    computed = list[Any]()
+    for node in nodes:
+        if node in whole_numbers and node.op == "call_function" and known_nodes.issuperset(node.all_input_nodes):
+            computed.append(node)
+            known_nodes.add(node)
+    if any(symbols & each for each in decided):
+        return None
+    if not (whole_numbers & known_nodes).issuperset(nodes[-1].all_input_nodes):
         return None
 
     def numbers(*values: Any) -> Any:
         known = dict(zip(places, values, strict=True))
-        for node in nodes:
-            if node in whole_numbers and node.op == "call_function":
-                known[node] = node.target(*fx.node.map_arg(node.args, known.__getitem__))
+        for node in computed:
+            known[node] = node.target(*fx.node.map_arg(node.args, known.__getitem__))
         return fx.node.map_arg(nodes[-1].args[0], known.__getitem__)
 
     done: Callable[..., object] = whole.forward_callable(compiled_fn=numbers)

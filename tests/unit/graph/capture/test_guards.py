@@ -26,6 +26,7 @@ from torch.nn.functional import mse_loss
 from onebox.errors import CaptureError
 from onebox.graph.capture.export import capture
 from onebox.graph.capture.guards import Guards
+from onebox.graph.capture.reading import read_step
 
 EXAMPLE = torch.zeros(3, 4), torch.zeros(3, 4)
 LAYERS = 5
@@ -393,6 +394,17 @@ def test_a_change_of_what_forward_reads_is_noticed(kind: str, place: int, monkey
     changes[place]()
     for captured in both:
         assert captured.watch.changed is not None
+
+
+def notes_rows(self: Any, y: Tensor) -> Tensor:
+    self.calls = self.calls + 1
+    self.rows = y.nonzero().shape[0] + 1
+    return y
+
+
+def test_a_side_effect_of_a_value_of_a_tensor_cannot_be_done() -> None:
+    step = {"evaluated": False, "moved": False}
+    assert read_step(Model(notes_rows, calls=0), mse_loss, {}, None, EXAMPLE, **step).effects is None
 
 
 def draws(self: Any, y: Tensor) -> Tensor:
