@@ -37,7 +37,7 @@ from onebox.wire.protocol.responses import FilledSlots, OperatorResult, Scalars,
 CALLS = 64
 """Calls of a batch, whatever it frees: few enough that a worker starts early, many enough that a message is cheap."""
 
-SOON = 8
+SOON = 32
 """Calls of the first batch after a wait, when the worker is idle; each next batch has twice as many. So boundaries
 depend on the script alone, and batches repeat."""
 
