@@ -70,7 +70,11 @@ def run(steps: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    "steps", [pytest.param(1500, marks=pytest.mark.long), pytest.param(100_000, marks=pytest.mark.soak)]
+    "steps",
+    [
+        pytest.param(1500, marks=pytest.mark.long),
+        pytest.param(100_000, marks=[pytest.mark.soak, pytest.mark.timeout(4 * 3600)]),
+    ],
 )
 def test_shapes_that_are_ever_new_do_not_fill_memory(steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command_queue, "KNOWN_CALLS", 1024)
