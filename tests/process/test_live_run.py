@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import onebox
-from onebox.report.page import live_run
+from onebox.report.page import live_run, pool_watch
 from onebox.report.page.live_run import LiveRun
 from onebox.report.page.state import PageState
 
@@ -104,7 +104,7 @@ def test_a_worker_that_is_lost_and_replaced(pool: onebox.Pool, monkeypatch: pyte
     recovery = onebox.Recovery(snapshot_every=1)
     with onebox.Trainer(*parts(), pool=pool, plan=onebox.DataParallel(), recovery=recovery) as trainer:
         live = LiveRun("mlp", trainer, folder="", total_steps=10, epochs=1)
-        later = live_run.PoolWatch(pool)
+        later = pool_watch.PoolWatch(pool)
         steps(trainer, live, 2)
         os.kill(pool.process_ids[1], signal.SIGKILL)
         end_s = time.monotonic() + 60
@@ -113,6 +113,6 @@ def test_a_worker_that_is_lost_and_replaced(pool: onebox.Pool, monkeypatch: pyte
             kinds = [event.kind for event in steps(trainer, live, 1).events]
         assert kinds == ["loss", "return"]
         assert [event.kind for event in steps(trainer, live, 1).events] == kinds
-        monkeypatch.setattr(live_run, "_RECENT_S", 0.0)
+        monkeypatch.setattr(pool_watch, "_RECENT_S", 0.0)
         found = [(event.kind, event.at_s) for event in later.news()]
         assert found == [("loss", None), ("return", None)], "when it happened is not known"
