@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -22,6 +18,7 @@ from onebox.vgpu import SHARES
 from onebox.vgpu.distributed import uneven_ranks
 from onebox.vgpu.runtime.command_queue import CommandQueue
 from tests.process.vgpu.jobs import RANKS, Net, assert_same, sgd, state_of, together
+from tests.process.vgpu.two_ranks import launched
 
 DEVICES = RANKS
 SHARE = [4.0, 1.0, 2.0]
@@ -143,24 +140,12 @@ dist.destroy_process_group()
 """
 
 
-def launched(words: list[str], folder: Path, **environment: str) -> list[Any]:
-    """Run the script with two ranks and return what each wrote."""
-    folder.mkdir()
-    (folder / "train.py").write_text(SCRIPT)
-    line = [sys.executable, "-m", *words, "--nproc-per-node", "2", str(folder / "train.py"), str(folder / "rank")]
-    done = subprocess.run(
-        line, env={**os.environ, **environment}, capture_output=True, text=True, timeout=240, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return [json.loads((folder / f"rank{rank}").read_text()) for rank in range(2)]
-
-
 @pytest.mark.long
 def test_an_unmodified_script_under_torchrun(tmp_path: Path) -> None:
     """The shares are those that --uneven would have measured."""
     run = ["onebox", "run", "--pool", "cpu*2", "--threads", "1", "torchrun"]
-    ours = launched(run, tmp_path / "ours", **{SHARES: "1,0.25"})
-    theirs = launched(["torch.distributed.run"], tmp_path / "theirs")
+    ours = launched(run, SCRIPT, tmp_path / "ours", **{SHARES: "1,0.25"})
+    theirs = launched(["torch.distributed.run"], SCRIPT, tmp_path / "theirs")
     assert [sizes for sizes, _ in ours] == [[7, 7, 5] * 2, [1, 1, 1] * 2]
     assert [sizes for sizes, _ in theirs] == [[4, 4, 3] * 2] * 2
     for _, weight in ours:

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from onebox.vgpu import SHARES
+from tests.process.vgpu.two_ranks import launched
 
 pytestmark = pytest.mark.long
 
@@ -118,23 +114,6 @@ CASES = {
     "transformers, means of ranks": (TRANSFORMERS, "average_tokens_across_devices=not torch.cuda.is_available()"),
 }
 """In the last one, equal batches would count alike whatever their tokens; unequal ones are weighted by these."""
-
-
-def launched(words: list[str], script: str, folder: Path, **environment: str) -> list[Any]:
-    """Run a script with two ranks and return what each wrote."""
-    folder.mkdir()
-    (folder / "train.py").write_text(script)
-    line = [sys.executable, "-m", *words, "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*line, str(folder / "train.py"), str(folder / "rank")],
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return [json.loads((folder / f"rank{rank}").read_text()) for rank in range(2)]
 
 
 @pytest.mark.feature("Launchers: Give ranks batches by the speed of their devices")

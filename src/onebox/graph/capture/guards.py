@@ -359,10 +359,11 @@ class Watch:
         self._tensors = [(name, tensor, _content(tensor)) for name, tensor in constants]
         read = [value for each in guards for value in each.read.values()]
         kinds = {type(each) for owner in owners for each in owner.modules()}.union(map(type, read))
+        self._defaults: list[tuple[Any, Any]] = []
         if _UNGUARDED:
             kinds.update(value for value in read if isinstance(value, type))
+            self._defaults += [(value, value.__defaults__) for value in read if isinstance(value, types.FunctionType)]
         self._functions = _functions(kinds)
-        self._defaults = [(value, value.__defaults__) for value in read if isinstance(value, types.FunctionType)]
         self._default = torch.get_default_dtype()
 
     @property

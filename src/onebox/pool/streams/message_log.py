@@ -279,7 +279,7 @@ class Balance:
 
     @property
     def even(self) -> bool:
-        """Whether nothing is under way but what both of its ends know of."""
+        """True while nothing is under way but what both of its ends know of."""
         if self._transfers:
             return False
         return all(

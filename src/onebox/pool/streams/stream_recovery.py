@@ -154,7 +154,7 @@ class ScriptGroup:
 
     @property
     def formed(self) -> bool:
-        """Whether all members have replied."""
+        """True once all members have replied."""
         return all(future.done() for future in self.futures)
 
 

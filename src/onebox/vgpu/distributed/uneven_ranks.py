@@ -48,6 +48,17 @@ def shares_of_ranks() -> tuple[float, ...]:
     return shares
 
 
+def _for_ranks(shares: tuple[float, ...], ranks: int) -> tuple[float, ...]:
+    """Return shares, one for each rank.
+
+    Raises:
+        UsageError: There is not one positive share for each rank.
+    """
+    if len(shares) != ranks or not all(0 < share < float("inf") for share in shares):
+        raise UsageError(f"shares {list(shares)} for {ranks} ranks: a positive number is needed for each")
+    return shares
+
+
 class UnevenSampler(Sampler[list[int]]):
     """Batches of a rank in proportion to the speed of its device.
 
@@ -80,11 +91,7 @@ class UnevenSampler(Sampler[list[int]]):
         shares: Sequence[float] | None = None,
         drop_last: bool = False,
     ) -> None:
-        self.shares = shares_of_ranks() if shares is None else tuple(shares)
-        if len(self.shares) != sampler.num_replicas or not all(0 < share < float("inf") for share in self.shares):
-            raise UsageError(
-                f"shares {list(self.shares)} for {sampler.num_replicas} ranks: a positive number is needed for each"
-            )
+        self.shares = _for_ranks(shares_of_ranks() if shares is None else tuple(shares), sampler.num_replicas)
         if batch_size < 1:
             raise UsageError(f"batch_size={batch_size}: allowed are numbers from 1 up")
         self.sampler = sampler
@@ -296,7 +303,8 @@ def loading(original: Callable[..., None]) -> Callable[..., None]:
         size = options.get("batch_size", 1)
         shard: Any = options.get("batch_sampler")
         if shares and _is_training_shard(shard):
-            shard.__class__ = _uneven(shard.__class__)
+            _for_ranks(shares, shard.num_processes)
+            shard.__class__ = _uneven(shard.__class__)  # the object stays: accelerate goes on with it
         if not shares or type(sampler) is not DistributedSampler or not sampler.shuffle or size is None:
             original(loader, *args, **kwargs)
             return

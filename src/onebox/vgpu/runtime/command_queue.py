@@ -176,7 +176,7 @@ class CommandQueue:
 
     @property
     def begun(self) -> bool:
-        """Whether there may be tensors of the device."""
+        """True once there may be tensors of the device."""
         return self._native is not None
 
     @property
@@ -191,7 +191,7 @@ class CommandQueue:
 
     @property
     def synchronous(self) -> bool:
-        """Whether every operator is waited for."""
+        """True while every operator is waited for."""
         return self._synchronous
 
     @synchronous.setter

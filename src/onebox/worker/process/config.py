@@ -76,7 +76,7 @@ class WorkerConfig(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _Starter(Struct):
-    """What a configuration of any version has."""
+    """The part that a configuration of any version has."""
 
     onebox: str = ""
 

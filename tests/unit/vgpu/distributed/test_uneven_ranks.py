@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import BatchSampler, DataLoader
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from onebox.errors import UsageError
@@ -85,3 +85,11 @@ def test_a_wrong_variable(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SHARES, text)
     with pytest.raises(UsageError, match=f"{SHARES}={text}: allowed are positive numbers"):
         UnevenSampler(equal(4, 2, 0), 1)
+
+
+def test_a_shard_of_accelerate_needs_a_share_for_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    data_loader = pytest.importorskip("accelerate.data_loader")
+    monkeypatch.setenv(SHARES, "1,2,3")
+    shard = data_loader.BatchSamplerShard(BatchSampler(RandomSampler(range(8)), 2, drop_last=False), 2, 0)
+    with pytest.raises(UsageError, match="for 2 ranks: a positive number is needed for each"):
+        loading(DataLoader.__init__)(DataLoader.__new__(DataLoader), range(8), batch_sampler=shard)
